@@ -1,0 +1,4 @@
+install:
+	@sh scripts/bootstrap.sh install
+lock:
+	@sh scripts/bootstrap.sh lock

@@ -1,0 +1,1 @@
+"""Prefix resolver, splice, capture core, completion stager, ledger and collector."""

@@ -1,0 +1,1 @@
+"""Engines, chat rendering, the OpenAI server and refit."""

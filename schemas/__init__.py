@@ -1,0 +1,1 @@
+"""Wire models, digests, Arrow schemas, epoch arithmetic and the error tree."""

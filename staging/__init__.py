@@ -1,0 +1,1 @@
+"""The staging store contract and its backends."""

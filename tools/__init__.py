@@ -1,0 +1,1 @@
+"""The tokenplane command and its subcommands."""

@@ -1,0 +1,84 @@
+"""The one message that every backend stores for a row: a checked header, then an Arrow IPC stream.
+
+Layout (64-byte header, little-endian)::
+
+    0   8   magic b"TKPLROW1"
+    8   8   payload length in bytes
+    16  32  SHA-256 of the payload
+    48  16  zero
+
+Arrow validates neither values nor tears (a flipped byte passes ``validate(full=True)``), so the
+header carries its own checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import pyarrow as pa
+
+from tokenplane.schemas.errors import CorruptRowError
+
+MAGIC = b"TKPLROW1"
+HEADER_BYTES = 64
+_HEADER = struct.Struct("<8sQ32s16x")
+
+
+def encode_message(batch: pa.RecordBatch) -> bytes:
+    """The batch as one message. Equal batches of one schema give equal bytes."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    payload = sink.getvalue()
+    header = _HEADER.pack(MAGIC, payload.size, hashlib.sha256(payload).digest())
+    return b"".join((header, payload))
+
+
+def decode_message(
+    message: bytes | memoryview | pa.Buffer,
+    columns: Sequence[str] | None = None,
+    *,
+    key: str | None = None,
+) -> pa.RecordBatch:
+    """The batch, optionally only ``columns`` of it; arrays are views of ``message``.
+
+    The whole message is checked whatever columns are asked for.
+
+    Raises:
+        CorruptRowError: wrong magic, torn, trailing bytes, checksum mismatch, not one batch, or
+            a column that it lacks.
+    """
+    buffer = message if isinstance(message, pa.Buffer) else pa.py_buffer(message)
+    if buffer.size < HEADER_BYTES:
+        raise CorruptRowError(
+            "torn row message", expected="64-byte header", got=buffer.size, key=key
+        )
+    magic, size, digest = _HEADER.unpack(buffer[:HEADER_BYTES].to_pybytes())
+    if magic != MAGIC or size != buffer.size - HEADER_BYTES:
+        raise CorruptRowError(
+            "torn row message", expected=f"{size} bytes", got=buffer.size - HEADER_BYTES, key=key
+        )
+    payload = buffer[HEADER_BYTES:]
+    if hashlib.sha256(payload).digest() != digest:
+        raise CorruptRowError("row message fails its checksum", key=key)
+    try:
+        with pa.ipc.open_stream(payload) as reader:
+            batch = reader.read_next_batch()
+        return batch if columns is None else batch.select(list(columns))
+    except (pa.ArrowInvalid, KeyError, StopIteration) as exc:
+        raise CorruptRowError("row message is not one readable batch", key=key) from exc
+
+
+def message_digest(message: bytes | memoryview | pa.Buffer) -> bytes:
+    """The 32-byte SHA-256 of the payload as the header states it (not recomputed).
+
+    Raises:
+        CorruptRowError: shorter than a header.
+    """
+    head = bytes(memoryview(message)[:HEADER_BYTES])
+    if len(head) < HEADER_BYTES:
+        raise CorruptRowError("torn row message", expected="64-byte header", got=len(head))
+    digest: bytes = _HEADER.unpack(head)[2]
+    return digest

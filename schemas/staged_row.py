@@ -107,6 +107,7 @@ TOKEN_COLUMNS = (
     "delta_len",
     "cum_len",
     "token_ids_delta",
+    "token_mask_delta",
     "chain_hash",
 )
 """Columns that resolving a prefix needs (DESIGN rule 7)."""

@@ -42,7 +42,7 @@ class TQMegatronPromptPreparer:
     clear error and before any generation (invariant 3). Thread-safe.
 
     Args:
-        source: a token source (``staging.TokenSource``), or a ``PrefixResolver`` to share its cache.
+        source: a token source (``staging.TokenSource``), or a ``PrefixResolver`` to share.
     """
 
     def __init__(self, source: TokenDeltaSource | PrefixResolver) -> None:
@@ -107,7 +107,7 @@ class TQMegatronPromptPreparer:
         if first_difference(ids[: len(resolved.token_ids)], resolved.token_ids) is None:
             return ids, ("already_prefixed",)
         raise PrefixError(
-            "the prompt does not start with the staged prefix, and nothing to splice with was given",
+            "the prompt does not start with the staged prefix, and no splice inputs came",
             code="prefix_no_splice_inputs",
             expected=f"{SPLICE_KEY} or {TEMPLATE_PREFIX_KEY}",
         )

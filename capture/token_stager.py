@@ -169,9 +169,7 @@ class TQMegatronTokenStager:
         prepared = offload_params.get(PREFIX_KEY)
         context = offload_params.get(CONTEXT_KEY)
         prefix = self._prefix(admission, prepared)
-        call = self._capture.begin_call(
-            admission, prefix_token_ids=prefix, weight_version=version
-        )
+        call = self._capture.begin_call(admission, prefix_token_ids=prefix, weight_version=version)
         prompt = to_token_ids(_plain(payload.prompt_token_ids), name="prompt_token_ids")
         generated = to_token_ids(_plain(payload.generated_token_ids), name="generated_token_ids")
         if prepared is None:

@@ -158,9 +158,6 @@ class _Hasher:
     def hexdigest(self) -> str:
         return self._state.hexdigest()
 
-    def snapshot(self) -> str:
-        return self._state.copy().hexdigest()
-
 
 def is_assistant(item: Item) -> bool:
     """True for what a model wrote: role ``assistant`` or a Responses ``function_call``."""
@@ -184,16 +181,6 @@ def conversation_digest(items: Iterable[Item]) -> str:
     for item in items:
         _add_turn(state, item)
     return state.hexdigest()
-
-
-def conversation_digests(items: Iterable[Item]) -> list[str]:
-    """``conversation_digest`` of every prefix: element ``n`` covers the first ``n`` items."""
-    state = _Hasher(CONTEXT_TAG)
-    digests = [state.snapshot()]
-    for item in items:
-        _add_turn(state, item)
-        digests.append(state.snapshot())
-    return digests
 
 
 def _add_turn(state: _Hasher, item: Item) -> None:

@@ -78,7 +78,8 @@ class LedgerRow:
 def parse_ledger_row(batch: pa.RecordBatch) -> LedgerRow:
     """The ledger columns of a one-row batch of staged-row columns."""
     values: dict[str, Any] = batch.select(list(LEDGER_READ_COLUMNS)).to_pylist()[0]
-    return LedgerRow(**{name: v.hex() if isinstance(v, bytes) else v for name, v in values.items()})
+    values |= {name: v.hex() for name, v in values.items() if isinstance(v, bytes)}
+    return LedgerRow(**values)
 
 
 @dataclass(slots=True)

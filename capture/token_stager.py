@@ -30,7 +30,7 @@ from tokenplane.capture.hook_types import (
 )
 from tokenplane.capture.prefix_resolver import PrefixResolver
 from tokenplane.capture.prompt_preparer import PreparedPrefix
-from tokenplane.schemas.epochs import admission_version, spans_epochs, to_boundaries
+from tokenplane.schemas.epochs import Boundaries, admission_version, spans_epochs, to_boundaries
 from tokenplane.schemas.errors import InvalidRecordError
 from tokenplane.schemas.staged_row import CallEvidence
 from tokenplane.schemas.tokens import Int32Array, frozen, to_token_ids
@@ -129,6 +129,8 @@ class TQMegatronTokenStager:
         """``stage`` for a request that carries an admission, with the outcome as an object."""
         started = time.perf_counter()
         admission: CaptureAdmission | None = None
+        policy: Boundaries = ()
+        coords: CommitCoords | None
         version = 0  # the wire demands an integer even where no epoch is known
         try:
             admission = parse_model(CaptureAdmission, offload_params[ADMISSION_KEY], key=uid)
@@ -162,8 +164,8 @@ class TQMegatronTokenStager:
         version: int,
         payload: Any,
         offload_params: dict[str, Any],
-        policy: tuple[tuple[int, int], ...],
-        kv: tuple[tuple[int, int], ...],
+        policy: Boundaries,
+        kv: Boundaries,
         evictions: int,
     ) -> CommitCoords:
         prepared = offload_params.get(PREFIX_KEY)

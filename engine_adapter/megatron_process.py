@@ -15,7 +15,7 @@ import torch.distributed as dist
 _lock = threading.Lock()
 
 
-def prepare_process() -> None:
+def require_process() -> None:
     """Make this process a Megatron world of one rank on the CPU; idempotent and thread-safe.
 
     - ``torch.distributed`` with gloo over an in-memory store (no port, no file), unless the process

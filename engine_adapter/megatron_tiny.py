@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from tokenplane.engine_adapter.megatron_process import quiet_imports
+from tokenplane.engine_adapter.megatron_build import GptShape, build_gpt
 
 MAX_SEQUENCE_LENGTH = 8192
 END_OF_TEXT = "<|endoftext|>"
@@ -77,65 +77,25 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_model(vocab_size: int, *, moe: bool = False, seed: int = 0) -> torch.nn.Module:
     """A GPTModel of 2 layers and hidden size 64 with 4 heads in 2 groups, float32, untied.
 
-    ``moe``: 4 experts per layer, 2 per token, with routing replay. ``prepare_process`` must have
-    been called.
+    ``moe``: 4 experts per layer, 2 per token, with routing replay.
     """
-    with quiet_imports():
-        from megatron.core.models.gpt.gpt_model import GPTModel
-        from megatron.core.transformer.transformer_config import TransformerConfig
-
-        from tokenplane.engine_adapter.cpu_attention import cpu_layer_spec, install_rotary
-
-        config = TransformerConfig(**_tiny_settings(moe=moe))
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=cpu_layer_spec(config),
-            vocab_size=vocab_size,
-            max_sequence_length=MAX_SEQUENCE_LENGTH,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-            parallel_output=True,
-        )
-    install_rotary(model)
+    shape = GptShape(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=16,
+        ffn_hidden_size=96 if moe else 128,
+        layernorm_epsilon=1e-5,
+        vocab_size=vocab_size,
+        max_sequence_length=MAX_SEQUENCE_LENGTH,
+        rotary_base=10000,
+        tied_embeddings=False,
+        num_experts=4 if moe else None,
+    )
+    model = build_gpt(shape)
     _fill(model, seed)
-    return model.eval()
-
-
-def _tiny_settings(*, moe: bool) -> dict[str, object]:
-    settings: dict[str, object] = {
-        "num_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "ffn_hidden_size": 128,
-        "use_cpu_initialization": True,
-        "perform_initialization": False,
-        "params_dtype": torch.float32,
-        "pipeline_dtype": torch.float32,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        # Every fusion is a CUDA kernel.
-        "apply_rope_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-    }
-    if moe:
-        settings |= {
-            "num_moe_experts": 4,
-            "moe_router_topk": 2,
-            "moe_ffn_hidden_size": 96,
-            "moe_token_dispatcher_type": "allgather",  # alltoall opens a CUDA stream
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_enable_routing_replay": True,
-        }
-    return settings
+    return model
 
 
 def _fill(model: torch.nn.Module, seed: int) -> None:

@@ -60,7 +60,7 @@ TRAINING_COLUMNS: tuple[Column, ...] = (
     Column("model_fingerprint", pa.string(), "of the root call", nullable=True),
     Column("tokenizer_fingerprint", pa.string(), "of the root call", nullable=True),
     Column("cumulative_hash", pa.binary(32), "hash of token_ids", nullable=True),
-    Column("created_at", pa.float64(), "Unix seconds when the row was made"),
+    Column("created_at", pa.float64(), "Unix seconds of its newest staged row", nullable=True),
 )
 TRAINING_ROW_SCHEMA = render_schema("training-row", TRAINING_ROW_VERSION, TRAINING_COLUMNS)
 
@@ -90,7 +90,8 @@ class TrainingRow:
     weight_versions: NDArray[np.int64] = field(repr=False)
     prompt_len: int
     call_spans: tuple[CallSpan, ...]
-    created_at: float
+    created_at: float | None
+    """Of the newest staged row, so that the same rollout always gives the same row."""
     group_id: str | None = None
     segment: int = 0
     reward: float | None = None

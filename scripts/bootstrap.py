@@ -99,7 +99,7 @@ def write_locks(*, upgrade: bool) -> None:
     """Write requirements/*.txt: versions and hashes, for every platform, without any address."""
     uv = private_uv()
     python = find_python(PYTHON_VERSION, uv) or fetch_python(PYTHON_VERSION, uv)
-    common = [
+    common: list[str | Path] = [
         *("--universal", "--python", python, "--python-version", PYTHON_VERSION),
         *("--generate-hashes", "--no-header", "--no-annotate", "--quiet"),
         *(["--upgrade"] if upgrade else []),
@@ -173,11 +173,11 @@ def _read_stamp() -> dict[str, str]:
 
 def _runs(python: Path) -> bool:
     try:
-        command = [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        command = [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
         result = subprocess.run(command, capture_output=True, text=True)
     except OSError:
         return False
-    return result.stdout.strip() == PYTHON_VERSION
+    return bool(result.stdout.strip() == PYTHON_VERSION)
 
 
 def _run(*command: str | Path) -> None:

@@ -28,7 +28,7 @@ def fetch_python(version: str, uv: Path) -> Path:
         subprocess.CalledProcessError: uv could not fetch it.
     """
     subprocess.run([uv, "python", "install", "--no-bin", version], check=True)
-    command = [uv, "python", "find", "--managed-python", "--no-project", version]
+    command = [str(uv), "python", "find", "--managed-python", "--no-project", version]
     return Path(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
 
 
@@ -38,7 +38,7 @@ def _candidates(version: str, uv: Path) -> Iterator[Path]:
         yield Path(on_path)
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     yield from sorted(pyenv.glob(f"{version}*/bin/python"), key=_release, reverse=True)
-    command = [uv, "python", "find", "--no-python-downloads", "--no-project", version]
+    command = [str(uv), "python", "find", "--no-python-downloads", "--no-project", version]
     found = subprocess.run(command, capture_output=True, text=True)
     if found.returncode == 0:
         yield Path(found.stdout.strip())
@@ -50,7 +50,7 @@ def _release(python: Path) -> tuple[int, ...]:
 
 def _probe(python: Path, version: str) -> Path | None:
     try:
-        command = [python, "-c", PROBE]
+        command = [str(python), "-c", PROBE]
         result = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None

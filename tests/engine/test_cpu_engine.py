@@ -1,0 +1,26 @@
+"""The CPU engine keeps the whole contract, over a dense model and over a mixture of experts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.tiny_models import TinyEngines
+from tokenplane.engine_adapter.testing import EngineContract
+from tokenplane.engine_adapter.testing_features import (
+    CancelContract,
+    SamplingContract,
+    StopContract,
+    StreamContract,
+)
+
+pytestmark = pytest.mark.engine
+
+
+class TestMegatronCpuEngine(
+    TinyEngines, EngineContract, SamplingContract, StopContract, StreamContract, CancelContract
+):
+    spec = "tiny"
+
+
+class TestMegatronCpuEngineWithExperts(TinyEngines, EngineContract, StreamContract, CancelContract):
+    spec = "tiny-moe"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,9 @@ def one_row(schema: pa.Schema, values: Mapping[str, Any]) -> pa.RecordBatch:
         if value is None and not field.nullable:
             raise SchemaMismatchError("the column must not be null", key=field.name)
         try:
-            if isinstance(value, np.ndarray):
+            if value is None:
+                arrays.append(_one_null(field.type))
+            elif isinstance(value, np.ndarray):
                 items = pa.array(value, type=field.type.value_type)
                 offsets = pa.array([0, len(value)], pa.int32())
                 arrays.append(pa.ListArray.from_arrays(offsets, items, type=field.type))
@@ -91,6 +94,11 @@ def one_row(schema: pa.Schema, values: Mapping[str, Any]) -> pa.RecordBatch:
                 f"column {field.name}", expected=field.type, got=repr(value)[:120]
             ) from exc
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+@cache
+def _one_null(kind: pa.DataType) -> pa.Array:
+    return pa.nulls(1, kind)
 
 
 def list_value(batch: pa.RecordBatch, name: str, row: int = 0) -> np.ndarray[Any, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenplane.capture.prefix_resolver import ResolvedPrefix
 from tokenplane.schemas.staged_row import CallEvidence, LedgerEntry
 from tokenplane.schemas.tokens import Float32Array, Int32Array
 
@@ -22,7 +23,7 @@ ADMISSION_KEY = "ng_capture"
 COORDS_KEY = "ng_commit_coords"
 """Response key of the acknowledgement (CONTRACT section 1)."""
 PREFIX_KEY = "_tokenplane_prefix"
-"""``offload_params`` key under which the preparer leaves its ``ResolvedPrefix`` for the stager."""
+"""``offload_params`` key under which the preparer leaves its ``PreparedPrefix`` for the stager."""
 SPLICE_KEY = "_tokenplane_splice"
 """``offload_params`` key of the ``SpliceInputs`` for the structural splice."""
 CONTEXT_KEY = "_tokenplane_call"
@@ -81,6 +82,17 @@ class CallContext:
     evidence: CallEvidence
     ledger: LedgerEntry | None = None
     """Set in standalone use, where the row is the ledger entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrefix:
+    """What the preparer found, for the stager and for the row's evidence."""
+
+    prefix: ResolvedPrefix
+    notes: tuple[str, ...] = ()
+    """What the splice had to do, e.g. ``terminator_added``."""
+    resolve_s: float = 0.0
+    splice_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,6 +238,7 @@ class PrefixResolver:
                 self._insert(chain[-1], parent, ids, tip)
                 for key, node in read[:-1]:
                     self._add_node(chain[-1], key, node)
+                self._shrink()
         flight.set_result((ids, tip))
         return ResolvedPrefix(ids, "store", tip.n_sampled, len(chain) - start)
 
@@ -257,6 +258,9 @@ class PrefixResolver:
         self._nbytes += trunk.nbytes
         for name in nodes:
             self._owner[name] = key
+        self._shrink()
+
+    def _shrink(self) -> None:
         while self._nbytes > self._max_bytes:
             self._remove(next(iter(self._trunks)))
             self._counts["evictions"] += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from tokenplane.capture.hook_types import (
     SPLICE_KEY,
     TEMPLATE_PREFIX_KEY,
     TERMINATORS_KEYS,
+    PreparedPrefix,
     RequestPromptPreparationResult,
     SpliceInputs,
 )
@@ -22,17 +22,6 @@ from tokenplane.capture.splice import SkeletonCache, splice_by_tokens, structura
 from tokenplane.schemas.errors import PrefixError, SpliceError
 from tokenplane.schemas.tokens import Int32Array, first_difference, frozen, to_token_ids
 from tokenplane.schemas.wire import CaptureAdmission, parse_model
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPrefix:
-    """What the preparer found, for the stager and for the row's evidence."""
-
-    prefix: ResolvedPrefix
-    notes: tuple[str, ...] = ()
-    """What the splice had to do, e.g. ``terminator_added``."""
-    resolve_s: float = 0.0
-    splice_s: float = 0.0
 
 
 class TQMegatronPromptPreparer:

@@ -26,10 +26,10 @@ from tokenplane.capture.hook_types import (
     COORDS_KEY,
     PREFIX_KEY,
     CallContext,
+    PreparedPrefix,
     RequestPayloadStageResult,
 )
 from tokenplane.capture.prefix_resolver import PrefixResolver
-from tokenplane.capture.prompt_preparer import PreparedPrefix
 from tokenplane.schemas.epochs import Boundaries, admission_version, spans_epochs, to_boundaries
 from tokenplane.schemas.errors import InvalidRecordError
 from tokenplane.schemas.staged_row import CallEvidence

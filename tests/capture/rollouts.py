@@ -10,12 +10,16 @@ import numpy as np
 from tokenplane.capture.hook_types import (
     ADMISSION_KEY,
     CONTEXT_KEY,
+    PREFIX_KEY,
     CallContext,
     FinishedRequestRecord,
     OffloadedRequestPayload,
+    PreparedPrefix,
 )
+from tokenplane.capture.prefix_resolver import ResolvedPrefix
 from tokenplane.capture.token_stager import StageOutcome, TQMegatronTokenStager
 from tokenplane.schemas.staged_row import CallEvidence, LedgerEntry
+from tokenplane.schemas.tokens import to_token_ids
 from tokenplane.schemas.wire import CaptureAdmission, CommitCoords
 
 
@@ -88,6 +92,13 @@ class RolloutMaker:
             offload_params={
                 ADMISSION_KEY: admission.model_dump(),
                 CONTEXT_KEY: CallContext(CallEvidence((), logprobs_mode="raw"), ledger),
+                PREFIX_KEY: PreparedPrefix(
+                    ResolvedPrefix(
+                        to_token_ids(before),
+                        "root" if parent is None else "store",
+                        0 if parent is None else len(parent.generated),
+                    )
+                ),
                 **(params or {}),
             },
         )

@@ -43,9 +43,11 @@ def main(argv: list[str] | None = None) -> int:
     commands.add_parser("install", help="make or refresh .venv from the locks")
     lock = commands.add_parser("lock", help="write requirements/*.txt anew")
     lock.add_argument("--upgrade", action="store_true", help="do not keep the present pins")
-    run = commands.add_parser("uv", help="run the private uv")
-    run.add_argument("args", nargs=argparse.REMAINDER)
-    options = parser.parse_args(argv)
+    commands.add_parser("uv", help="run the private uv; all that follows is its own")
+    arguments = sys.argv[1:] if argv is None else argv
+    # argparse would take uv's options for its own.
+    for_uv = arguments[1:] if arguments[:1] == ["uv"] else []
+    options = parser.parse_args(arguments[: len(arguments) - len(for_uv)])
     os.environ.setdefault("UV_HTTP_TIMEOUT", "300")
     os.environ.setdefault("UV_PYTHON_INSTALL_DIR", str(CACHE / "python"))
     try:
@@ -55,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         elif options.command == "lock":
             write_locks(upgrade=options.upgrade)
         else:
-            return subprocess.run([private_uv(), *options.args]).returncode
+            return subprocess.run([private_uv(), *for_uv]).returncode
     except SetupError as error:
         print(f"bootstrap: {error}", file=sys.stderr)
         return 1

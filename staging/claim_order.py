@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from tokenplane.schemas.errors import ConfigError
+import pyarrow as pa
+
+from tokenplane.schemas.errors import ConfigError, SchemaMismatchError
 
 
 def check_claim(max_rows: int, lease_s: float) -> None:
@@ -15,6 +17,18 @@ def check_claim(max_rows: int, lease_s: float) -> None:
         raise ConfigError("max_rows", expected=">= 1", got=max_rows)
     if not lease_s > 0:
         raise ConfigError("lease_s", expected="> 0", got=lease_s)
+
+
+def group_value(row: pa.RecordBatch) -> Hashable:
+    """The value in the only column of ``row``.
+
+    Raises:
+        SchemaMismatchError: a list or struct, which names no group.
+    """
+    value = row.column(0)[0].as_py()
+    if isinstance(value, Hashable):
+        return value
+    raise SchemaMismatchError("rows cannot be grouped by this column", got=row.schema.names[0])
 
 
 def choose_groups(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -15,22 +14,18 @@ from tokenplane.schemas.errors import (
     InvalidKeyError,
     KeyConflictError,
     MissingRowError,
-    SchemaMismatchError,
-    SealedPartitionError,
     StoreClosedError,
     StoreFullError,
 )
-from tokenplane.staging.claim_order import check_claim, choose_groups
-from tokenplane.staging.memory_claims import Consumer
+from tokenplane.staging.claim_order import check_claim, choose_groups, group_value
+from tokenplane.staging.memory_state import MemoryState
 from tokenplane.staging.row_packing import (
-    PackedRow,
     check_found,
     check_keys,
     check_name,
     check_prefix,
     check_unique_keys,
     pack_row,
-    unpack_row,
 )
 from tokenplane.staging.store_types import (
     Blob,
@@ -42,36 +37,6 @@ from tokenplane.staging.store_types import (
     SweepReport,
 )
 from tokenplane.staging.store_url import StoreUrl, positive_int, seconds
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    seq: int
-    packed: PackedRow
-    created_at: float
-    blobs: frozenset[bytes]
-
-
-@dataclass(slots=True)
-class _Partition:
-    label: str = ""
-    sealed: bool = False
-    rows: dict[str, _Row] = field(default_factory=dict)
-    """By key; insertion order is write order."""
-    consumers: dict[str, Consumer] = field(default_factory=dict)
-
-    def keys_of(self, seqs: Sequence[int]) -> dict[int, str]:
-        wanted = set(seqs)
-        return {row.seq: key for key, row in self.rows.items() if row.seq in wanted}
-
-    def seqs_of(self, keys: Sequence[str]) -> list[int]:
-        return [self.rows[key].seq for key in keys if key in self.rows]
-
-
-@dataclass(slots=True)
-class _Content:
-    data: bytes
-    refs: int
 
 
 class MemoryStore:
@@ -99,11 +64,7 @@ class MemoryStore:
         self._full_wait_s = full_wait_s
         self._clock = clock
         self._changed = threading.Condition()
-        self._partitions: dict[str, _Partition] = {}
-        self._blobs: dict[bytes, _Content] = {}
-        self._nbytes = 0
-        self._last_seq = 0
-        self._closed = False
+        self._content: MemoryState | None = MemoryState()
 
     def put(
         self, partition: str, key: str, row: pa.RecordBatch, *, blobs: Sequence[Blob] = ()
@@ -114,34 +75,25 @@ class MemoryStore:
         deadline = time.monotonic() + self._full_wait_s
         with self._changed:
             while True:
-                self._check_open()
-                held = self._partitions.get(partition, _Partition())
+                state = self._state()
+                held = state.partition(partition)
                 if key in held.rows:
                     if held.rows[key].packed.binding == packed.binding:
                         return False
                     raise KeyConflictError("another row is stored under this key", key=key)
-                _check_takes(held, partition, packed)
-                new = [blob for sha, blob in contents.items() if sha not in self._blobs]
-                need = len(packed.message) + sum(blob.nbytes for blob in new)
-                if self._max_bytes is None or self._nbytes + need <= self._max_bytes:
-                    break
+                held.check_takes(partition, packed)
+                need = state.bytes_to_add(packed, contents)
+                if self._max_bytes is None or state.nbytes + need <= self._max_bytes:
+                    state.add(partition, key, packed, contents, self._clock())
+                    return True
                 left = deadline - time.monotonic()
                 if need > self._max_bytes or left <= 0 or not self._changed.wait(left):
                     raise StoreFullError(
                         "the byte budget is used up",
-                        expected=f"{need} of {self._max_bytes} bytes free",
-                        got=f"{self._max_bytes - self._nbytes} free",
+                        expected=f"{need} bytes free",
+                        got=f"{state.nbytes} of {self._max_bytes} used",
                         key=key,
                     )
-            for sha, blob in contents.items():
-                content = self._blobs.setdefault(sha, _Content(bytes(blob.data), 0))
-                content.refs += 1
-            self._last_seq += 1
-            self._nbytes += need
-            held = self._partitions.setdefault(partition, held)
-            held.label = packed.label
-            held.rows[key] = _Row(self._last_seq, packed, self._clock(), frozenset(contents))
-            return True
 
     def get(
         self, partition: str, keys: Sequence[str], columns: Sequence[str] | None = None
@@ -150,20 +102,17 @@ class MemoryStore:
         check_name(partition, "partition")
         wanted = check_unique_keys(keys)
         with self._changed:
-            rows = self._partition(partition).rows
+            rows = self._state().partition(partition).rows
             check_found(wanted, rows.keys() & set(wanted), partition)
-            found = [rows[key] for key in wanted]
-        return [
-            _unpack(partition, key, row, columns) for key, row in zip(wanted, found, strict=True)
-        ]
+            found = [(key, rows[key]) for key in wanted]
+        return [row.unpack(partition, key, columns) for key, row in found]
 
     def get_blob(self, sha256: bytes) -> pa.Buffer:
         """See ``StagingStore.get_blob``."""
         with self._changed:
-            self._check_open()
-            content = self._blobs.get(bytes(sha256))
+            content = self._state().blobs.get(sha256)
         if content is None:
-            raise MissingRowError("no row refers to such a blob", key=bytes(sha256).hex())
+            raise MissingRowError("no row refers to such a blob", key=sha256.hex())
         return pa.py_buffer(content.data)
 
     def discard(self, partition: str, keys: Sequence[str]) -> int:
@@ -171,10 +120,11 @@ class MemoryStore:
         check_name(partition, "partition")
         wanted = dict.fromkeys(check_keys(keys))
         with self._changed:
-            held = self._partition(partition)
+            state = self._state()
+            held = state.partition(partition)
             there = [key for key in wanted if key in held.rows]
             for key in there:
-                self._remove(held, key)
+                state.remove(held, key)
             self._changed.notify_all()
             return len(there)
 
@@ -185,22 +135,22 @@ class MemoryStore:
         check_name(partition, "partition")
         check_prefix(prefix)
         with self._changed:
-            rows = self._partition(partition).rows
+            rows = self._state().partition(partition).rows
             found = [(key, row) for key, row in rows.items() if key.startswith(prefix)]
-        return ((key, _unpack(partition, key, row, columns)) for key, row in found)
+        return ((key, row.unpack(partition, key, columns)) for key, row in found)
 
     def keys(self, partition: str, prefix: str = "") -> list[str]:
         """See ``StagingStore.keys``."""
         check_name(partition, "partition")
         check_prefix(prefix)
         with self._changed:
-            return [key for key in self._partition(partition).rows if key.startswith(prefix)]
+            rows = self._state().partition(partition).rows
+            return [key for key in rows if key.startswith(prefix)]
 
     def partitions(self) -> list[str]:
         """See ``StagingStore.partitions``."""
         with self._changed:
-            self._check_open()
-            return sorted(name for name, held in self._partitions.items() if held.rows)
+            return sorted(name for name, held in self._state().partitions.items() if held.rows)
 
     def claim(
         self,
@@ -216,52 +166,44 @@ class MemoryStore:
         check_name(consumer, "consumer")
         check_claim(max_rows, lease_s)
         with self._changed:
-            self._check_open()
-            held = self._partitions.setdefault(partition, _Partition())
-            reader = held.consumers.setdefault(consumer, Consumer())
+            held, reader = self._state().consumer(partition, consumer)
             now = self._clock()
-            open_rows = [
-                (row.seq, key, reader.is_leased(row.seq, now))
-                for key, row in held.rows.items()
-                if row.seq not in reader.acked
-            ]
+            key_of = {row.seq: key for key, row in held.rows.items() if row.seq not in reader.acked}
             if group_column is None:
-                seqs = [seq for seq, _, leased in open_rows if not leased][:max_rows]
+                seqs = [seq for seq in key_of if not reader.is_leased(seq, now)][:max_rows]
             else:
-                grouped = (
-                    (seq, _value(partition, key, held.rows[key], group_column), leased)
-                    for seq, key, leased in open_rows
+                groups = (
+                    (
+                        seq,
+                        group_value(held.rows[key].unpack(partition, key, [group_column])),
+                        reader.is_leased(seq, now),
+                    )
+                    for seq, key in key_of.items()
                 )
-                seqs = [seq for group in choose_groups(grouped, max_rows) for seq in group]
-            keys = held.keys_of(seqs)
-            rows = {seq: _unpack(partition, keys[seq], held.rows[keys[seq]], None) for seq in seqs}
+                seqs = sorted(seq for group in choose_groups(groups, max_rows) for seq in group)
+            rows = {seq: held.rows[key_of[seq]].unpack(partition, key_of[seq]) for seq in seqs}
             return [
-                Claimed(keys[seq], rows[seq], lease.lease_id, lease.attempt, lease.expires_at_s)
-                for seq, lease in reader.lease(sorted(seqs), now, lease_s)
+                Claimed(key_of[seq], rows[seq], lease.lease_id, lease.attempt, lease.expires_at_s)
+                for seq, lease in reader.lease(seqs, now, lease_s)
             ]
 
     def ack(self, partition: str, consumer: str, keys: Sequence[str]) -> int:
         """See ``StagingStore.ack``."""
-        held, reader, wanted = self._reader(partition, consumer, keys)
-        with self._changed:
-            return reader.ack(held.seqs_of(wanted))
-
-    def release(self, partition: str, consumer: str, keys: Sequence[str]) -> int:
-        """See ``StagingStore.release``."""
-        held, reader, wanted = self._reader(partition, consumer, keys)
-        with self._changed:
-            return reader.release(held.seqs_of(wanted), self._clock())
-
-    def _reader(
-        self, partition: str, consumer: str, keys: Sequence[str]
-    ) -> tuple[_Partition, Consumer, list[str]]:
         check_name(partition, "partition")
         check_name(consumer, "consumer")
         wanted = check_keys(keys)
         with self._changed:
-            self._check_open()
-            held = self._partitions.setdefault(partition, _Partition())
-            return held, held.consumers.setdefault(consumer, Consumer()), wanted
+            held, reader = self._state().consumer(partition, consumer)
+            return reader.ack(held.seqs_of(wanted))
+
+    def release(self, partition: str, consumer: str, keys: Sequence[str]) -> int:
+        """See ``StagingStore.release``."""
+        check_name(partition, "partition")
+        check_name(consumer, "consumer")
+        wanted = check_keys(keys)
+        with self._changed:
+            held, reader = self._state().consumer(partition, consumer)
+            return reader.release(held.seqs_of(wanted), self._clock())
 
     def stats(self, partition: str | None = None, prefix: str = "") -> StoreStats:
         """See ``StagingStore.stats``."""
@@ -271,41 +213,13 @@ class MemoryStore:
             raise InvalidKeyError("a prefix needs a partition", key=prefix)
         check_prefix(prefix)
         with self._changed:
-            self._check_open()
-            chosen = dict(self._partitions)
-            if partition is not None:
-                chosen = {partition: self._partition(partition)}
-            now = self._clock()
-            rows = [
-                row
-                for held in chosen.values()
-                for key, row in held.rows.items()
-                if key.startswith(prefix)
-            ]
-            shas = frozenset[bytes]().union(*(row.blobs for row in rows))
-            backlog: dict[str, int] = {}
-            leased: dict[str, int] = {}
-            for held in chosen.values():
-                for name, reader in held.consumers.items():
-                    live = sum(reader.is_leased(row.seq, now) for row in held.rows.values())
-                    backlog[name] = backlog.get(name, 0) + len(held.rows) - len(reader.acked)
-                    leased[name] = leased.get(name, 0) + live
-            return StoreStats(
-                rows=len(rows),
-                bytes=sum(len(row.packed.message) for row in rows),
-                blobs=len(shas),
-                blob_bytes=sum(len(self._blobs[sha].data) for sha in shas),
-                max_bytes=self._max_bytes,
-                backlog=backlog,
-                leased=leased,
-                sealed=tuple(sorted(name for name, held in chosen.items() if held.sealed)),
-            )
+            return self._state().stats(partition, prefix, self._clock(), self._max_bytes)
 
     def seal(self, partition: str) -> None:
         """See ``StagingStore.seal``."""
         check_name(partition, "partition")
         with self._changed:
-            held = self._partition(partition)
+            held = self._state().partition(partition)
             if not held.rows:
                 raise MissingRowError("the partition holds no row", key=partition)
             held.sealed = True
@@ -313,55 +227,14 @@ class MemoryStore:
     def sweep(self, policy: RetentionPolicy, *, dry_run: bool = False) -> SweepReport:
         """See ``StagingStore.sweep``."""
         with self._changed:
-            self._check_open()
-            now = self._clock()
-            doomed: list[tuple[_Partition, str]] = []
-            kept_leased = kept_backlog = 0
-            for name, held in self._partitions.items():
-                if policy.max_age_s is None or policy.partition not in (None, name):
-                    continue
-                for key, row in held.rows.items():
-                    if not key.startswith(policy.prefix) or now - row.created_at < policy.max_age_s:
-                        continue
-                    readers = held.consumers.values()
-                    if any(reader.is_leased(row.seq, now) for reader in readers):
-                        kept_leased += 1
-                    elif not policy.include_backlog and any(
-                        row.seq not in reader.acked for reader in readers
-                    ):
-                        kept_backlog += 1
-                    else:
-                        doomed.append((held, key))
-            removed = [held.rows[key] for held, key in doomed]
-            freed = sum(len(row.packed.message) for row in removed)
-            lost: dict[bytes, int] = {}
-            for row in removed:
-                for sha in row.blobs:
-                    lost[sha] = lost.get(sha, 0) + 1
-            gone = [sha for sha, count in lost.items() if count == self._blobs[sha].refs]
-            blob_bytes = sum(len(self._blobs[sha].data) for sha in gone)
-            if not dry_run:
-                for held, key in doomed:
-                    self._remove(held, key)
-                self._changed.notify_all()
-            return SweepReport(
-                rows=len(removed),
-                bytes=freed,
-                blobs=len(gone),
-                blob_bytes=blob_bytes,
-                kept_leased=kept_leased,
-                kept_backlog=kept_backlog,
-                remaining_bytes=self._nbytes - (freed + blob_bytes if dry_run else 0),
-                max_bytes=self._max_bytes,
-                dry_run=dry_run,
-            )
+            report = self._state().sweep(policy, self._clock(), self._max_bytes, dry_run=dry_run)
+            self._changed.notify_all()
+            return report
 
     def close(self) -> None:
         """See ``StagingStore.close``."""
         with self._changed:
-            self._closed = True
-            self._partitions.clear()
-            self._blobs.clear()
+            self._content = None
             self._changed.notify_all()
 
     def __enter__(self) -> Self:
@@ -375,45 +248,10 @@ class MemoryStore:
     ) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
+    def _state(self) -> MemoryState:
+        if self._content is None:
             raise StoreClosedError("the store was closed", got=self.url)
-
-    def _partition(self, name: str) -> _Partition:
-        self._check_open()
-        return self._partitions.get(name) or _Partition()
-
-    def _remove(self, held: _Partition, key: str) -> None:
-        row = held.rows.pop(key)
-        self._nbytes -= len(row.packed.message)
-        for reader in held.consumers.values():
-            reader.forget(row.seq)
-        for sha in row.blobs:
-            content = self._blobs[sha]
-            content.refs -= 1
-            if not content.refs:
-                del self._blobs[sha]
-                self._nbytes -= len(content.data)
-        held.sealed = held.sealed and bool(held.rows)
-
-
-def _check_takes(held: _Partition, partition: str, packed: PackedRow) -> None:
-    if held.sealed:
-        raise SealedPartitionError("the partition takes no more rows", key=partition)
-    if held.rows and held.label != packed.label:
-        raise SchemaMismatchError(
-            f"partition {partition!r} holds another kind of row",
-            expected=held.label,
-            got=packed.label,
-        )
-
-
-def _unpack(partition: str, key: str, row: _Row, columns: Sequence[str] | None) -> pa.RecordBatch:
-    return unpack_row(row.packed.message, partition, key, columns, binding=row.packed.binding)
-
-
-def _value(partition: str, key: str, row: _Row, column: str) -> object:
-    return _unpack(partition, key, row, [column]).column(0)[0].as_py()
+        return self._content
 
 
 def open_memory_store(url: StoreUrl, *, clock: Callable[[], float]) -> MemoryStore:

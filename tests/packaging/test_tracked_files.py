@@ -13,7 +13,7 @@ REGISTRIES = re.compile(
         re.escape("".join(pieces))
         for pieces in (
             ("py", "pi.org"),
-            ("python", "hosted.org"),
+            ("python", "hosted"),
             ("npm", "js.org"),
             ("npm", "js.com"),
             ("yarn", "pkg.com"),

@@ -114,12 +114,7 @@ def with_end_marks(assistant: Message, nonce: str, *, force_content: bool) -> di
     if force_content or not called or assistant.get("content"):
         marked["content"] = with_end(assistant.get("content"), mark(nonce, "end", 0))
     if called:
-        function = dict(function_of(called[-1]))
-        arguments = {"k": mark(nonce, "end", ARGUMENTS)}
-        as_text = isinstance(function.get("arguments"), str)
-        function["arguments"] = json.dumps(arguments) if as_text else arguments
-        last = {**called[-1], "function": function} if "function" in called[-1] else function
-        marked["tool_calls"] = [*called[:-1], last]
+        marked["tool_calls"] = _with_arguments(called, mark(nonce, "end", ARGUMENTS))
     return marked
 
 
@@ -179,6 +174,8 @@ def _probe_old(
     for name in REASONING_FIELDS:
         if isinstance(message.get(name), str) and message[name]:
             probed[name] = next_mark(message[name])
+    if calls(message):
+        probed["tool_calls"] = _with_arguments(probed["tool_calls"], next_mark(""))
     return _same_keys(message, probed)
 
 
@@ -205,6 +202,15 @@ def _probe_last(
             probed[name] = next_mark()
     force = force_content or had_text
     return _same_keys(message, with_end_marks(probed, nonce, force_content=force))
+
+
+def _with_arguments(called: Sequence[Mapping[str, Any]], value: str) -> list[Mapping[str, Any]]:
+    """The calls, the last one with ``value`` as its only argument; as text where it was text."""
+    function = dict(function_of(called[-1]))
+    as_text = isinstance(function.get("arguments"), str)
+    function["arguments"] = json.dumps({"k": value}) if as_text else {"k": value}
+    last = {**called[-1], "function": function} if "function" in called[-1] else function
+    return [*called[:-1], last]
 
 
 def _with_ids(message: Message, ids: Mapping[str, str]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def _read(
     if forms is None:
         raise splice_error(SpliceCode.TAIL_DEPENDS_ON_TEXT, got=repr(text[cut : cut + 120]))
     notes = set(forms)
-    if skeleton.force_content:
+    if not skeleton.call_printed:
         notes.add("call_not_printed")
     if skeleton.ends_in_header:
         notes.add("terminator_is_header")

@@ -18,6 +18,7 @@ class _Place:
     """One mark of an earlier message with what is printed up to the neighbouring marks."""
 
     mark: Mark
+    previous_kind: str
     before: str
     after: str
     next_kind: str
@@ -63,9 +64,12 @@ def _places(text: str, marks: Sequence[Mark]) -> list[_Place]:
         if m.kind != "old":
             continue
         previous = marks[number - 1].end if number else 0
+        previous_kind = marks[number - 1].kind if number else ""
         following = marks[number + 1].start if number + 1 < len(marks) else len(text)
         kind = marks[number + 1].kind if number + 1 < len(marks) else ""
-        places.append(_Place(m, text[previous : m.start], text[m.end : following], kind))
+        places.append(
+            _Place(m, previous_kind, text[previous : m.start], text[m.end : following], kind)
+        )
     return places
 
 
@@ -88,7 +92,7 @@ def _common_segments(
         turn_follows = last or any(owner < turn < following for turn in turns)
         if owner > conversation.first_assistant:
             segment: list[Part] = [TextSlot(a.mark.index)]
-            lead = "" if joined else _behind_terminator(_common_end(a.before, b.before), specials)
+            lead = "" if joined else _own_lead(a, b, specials)
             if turn_follows:
                 trail = _up_to_special(_common_start(a.after, b.after), specials)
             else:
@@ -102,19 +106,24 @@ def _common_segments(
     return segments
 
 
-def _common_end(a: str, b: str) -> str:
-    return _common_start(a[::-1], b[::-1])[::-1]
+def _own_lead(a: _Place, b: _Place, specials: Collection[str]) -> str:
+    """What is printed before a message and belongs to it, not to the assistant turn before it.
+
+    Without what closes that turn: the model may have closed it with another token. Where the turn
+    shows no mark (a call that is not printed), only the last special token is a safe edge.
+    """
+    shared = _common_start(a.before[::-1], b.before[::-1])[::-1]
+    if a.previous_kind == "ast":
+        hit = first_of(shared, specials)
+        return shared if hit is None else shared[hit[0] + len(hit[1]) :]
+    return shared[
+        max((shared.rfind(s) + len(s) for s in specials if s and s in shared), default=0) :
+    ]
 
 
 def _common_start(a: str, b: str) -> str:
     pairs = enumerate(zip(a, b, strict=False))
     return a[: next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))]
-
-
-def _behind_terminator(lead: str, specials: Collection[str]) -> str:
-    """Without what closes the turn before: the model may have closed it with another token."""
-    hit = first_of(lead, specials)
-    return lead if hit is None else lead[hit[0] + len(hit[1]) :]
 
 
 def _up_to_special(trail: str, specials: Collection[str]) -> str:

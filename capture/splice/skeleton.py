@@ -27,6 +27,8 @@ class Skeleton:
     terminator_id: int
     ends_in_header: bool | None
     """Whether the terminator is the header of the next message; None where that is unknown."""
+    call_printed: bool
+    """The last tool call's arguments are printed; True without calls."""
     force_content: bool
     """The template prints no tool calls, so the end mark had to go into the empty content."""
     prompt_text: str
@@ -55,16 +57,12 @@ def read_skeleton(
 
     Raises: SpliceError.
     """
+    last = conversation.assistant
     probes = probe(conversation, nonce)
     text = _render(renderer, probes, conversation)
     found = end_of_turn(text, nonce)
-    force = False
-    if (
-        found is None
-        and calls(conversation.assistant)
-        and not conversation.assistant.get("content")
-    ):
-        force = True
+    force = found is None and bool(calls(last)) and not last.get("content")
+    if force:
         probes = probe(conversation, nonce, force_content=True)
         text = _render(renderer, probes, conversation)
         found = end_of_turn(text, nonce)
@@ -79,7 +77,7 @@ def read_skeleton(
         renderer, glue, text, marks, terminator_ids
     )
     if closers.strip():
-        if not calls(conversation.assistant):
+        if not calls(last):
             raise splice_error(SpliceCode.TEXT_BEFORE_TERMINATOR, got=repr(closers[:80]))
         if not arguments_shown:
             raise splice_error(SpliceCode.CALL_NOT_RENDERED, got=repr(closers[:80]))
@@ -90,6 +88,7 @@ def read_skeleton(
         terminator=terminator,
         terminator_id=terminator_id,
         ends_in_header=_ends_in_header(renderer, probes, conversation, terminator, terminator_ids),
+        call_printed=arguments_shown or not calls(last),
         force_content=force,
         prompt_text=prompt_text or "",
         open_end=prompt_text is None,

@@ -20,6 +20,7 @@ import torch
 from tokenplane.engine_adapter.cpu_batch import make_plan, share_step
 from tokenplane.engine_adapter.cpu_forward import StepForward
 from tokenplane.engine_adapter.cpu_request import LiveRequest
+from tokenplane.engine_adapter.cpu_weights import WeightsLost
 from tokenplane.engine_adapter.engine import (
     EngineInfo,
     EngineState,
@@ -290,16 +291,17 @@ class _Command:
         self._future = future
 
     def run(self, *, before_answer: Callable[[], None]) -> None:
-        """Raises: EngineDeadError if the action found that the engine cannot go on."""
+        """Raises: WeightsLost if the action found that the engine cannot go on."""
         if not self._future.set_running_or_notify_cancel():
             return  # withdrawn before its turn: it must not take effect
         try:
             result = self._action()
-        except Exception as error:
+        except WeightsLost as error:
+            self._future.set_exception(EngineDeadError(f"the engine died: {error}"))
+            raise
+        except Exception as error:  # noqa: BLE001 - handed to the call's waiter
             before_answer()
             self._future.set_exception(error)
-            if isinstance(error, EngineDeadError):
-                raise
         else:
             before_answer()
             self._future.set_result(result)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from tokenplane.schemas.errors import EngineDeadError, EngineError
+from tokenplane.schemas.errors import EngineError
+
+
+class WeightsLost(Exception):
+    """The model is of no known version any more: a signal to the engine thread alone."""
 
 
 def apply_or_restore(model: torch.nn.Module, apply: Callable[[torch.nn.Module], None]) -> None:
@@ -17,10 +22,10 @@ def apply_or_restore(model: torch.nn.Module, apply: Callable[[torch.nn.Module], 
     its shape and dtype, and finite. A full copy of them is kept meanwhile (a model's size in
     memory); it is written back into the same storages, so whoever holds a parameter keeps it.
 
-    Raises: what ``apply`` raised; EngineError if the outcome is not proven; EngineDeadError if the
-    former weights could not be put back, so that the model is of no known version.
+    Raises: what ``apply`` raised; EngineError if the outcome is not proven; WeightsLost if the
+    former weights could not be put back.
     """
-    saved = [_Saved.of(*slot) for slot in _slots(model)]
+    saved = _Saved(model)
     try:
         with torch.no_grad():
             apply(model)
@@ -28,72 +33,85 @@ def apply_or_restore(model: torch.nn.Module, apply: Callable[[torch.nn.Module], 
     except BaseException as error:
         try:
             with torch.no_grad():
-                for item in saved:
-                    item.restore()
+                saved.restore()
         except Exception as second:
-            raise EngineDeadError(
-                f"a weight update failed ({error!r}) and its weights could not be taken back"
+            raise WeightsLost(
+                f"a weight update failed ({error!r}) and could not be taken back ({second!r})"
             ) from second
         raise
 
 
-_Slot = tuple[dict[str, torch.Tensor | None], str, str, torch.Tensor]
-
-
-def _slots(model: torch.nn.Module) -> Iterator[_Slot]:
-    """``(the module's own dict, name in it, full name, tensor)`` of every parameter and buffer."""
-    for prefix, module in model.named_modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    full = f"{prefix}.{name}" if prefix else name
-                    yield table, name, full, tensor
-
-
 @dataclass(frozen=True, slots=True)
-class _Saved:
-    table: dict[str, torch.Tensor | None]
-    name: str
-    full_name: str
+class _Tensor:
+    """A parameter or buffer as it was: the object, its storage, and a copy of its values."""
+
     tensor: torch.Tensor
     storage: torch.Tensor
+    address: int
+    nbytes: int
+    """Of the storage."""
     copy: torch.Tensor
 
-    @classmethod
-    def of(
-        cls, table: dict[str, torch.Tensor | None], name: str, full: str, tensor: torch.Tensor
-    ) -> _Saved:
-        return cls(table, name, full, tensor, tensor.data, tensor.detach().clone())
+
+class _Saved:
+    """All that an update could change in a model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (table, dict(table))
+            for module in model.modules()
+            for table in (module._parameters, module._buffers, module._modules)
+        ]
+        """Each table of each module that names its tensors and submodules, and a copy of it."""
+        self.tensors = {
+            name: _Tensor(
+                tensor=tensor,
+                storage=tensor.data,
+                address=tensor.data_ptr(),
+                nbytes=tensor.untyped_storage().nbytes(),
+                copy=tensor.detach().clone(),
+            )
+            for name, tensor in _named_tensors(model).items()
+        }
 
     def restore(self) -> None:
-        self.storage.copy_(self.copy)
-        self.tensor.data = self.storage
-        self.table[self.name] = self.tensor
+        for table, names in self._tables:
+            table.clear()
+            table.update(names)
+        for item in self.tensors.values():
+            memory = item.storage.untyped_storage()
+            if memory.nbytes() != item.nbytes:
+                memory.resize_(item.nbytes)  # it was freed; writing into it would crash
+            if not torch.equal(item.storage, item.copy):
+                item.storage.copy_(item.copy)
+            item.tensor.data = item.storage
 
 
-def _prove(model: torch.nn.Module, saved: list[_Saved]) -> None:
-    present = {full: tensor for _, _, full, tensor in _slots(model)}
-    expected = {item.full_name for item in saved}
-    if present.keys() != expected:
+def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name; one that has several names appears under its first."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _prove(model: torch.nn.Module, saved: _Saved) -> None:
+    present = _named_tensors(model)
+    if present.keys() != saved.tensors.keys():
         raise EngineError(
             "the weight update changed which tensors the model has",
-            key=min(present.keys() ^ expected),
+            key=min(present.keys() ^ saved.tensors.keys()),
         )
-    for item in saved:
-        tensor = present[item.full_name]
+    for name, item in saved.tensors.items():
+        tensor = present[name]
         if (
             tensor is not item.tensor
-            or tensor.data_ptr() != item.storage.data_ptr()
+            or tensor.data_ptr() != item.address
             or tensor.shape != item.copy.shape
             or tensor.dtype != item.copy.dtype
         ):
             raise EngineError(
                 "the weight update replaced a tensor instead of writing into it",
-                key=item.full_name,
+                key=name,
                 expected=f"{item.copy.dtype}{list(item.copy.shape)} at its address",
                 got=f"{tensor.dtype}{list(tensor.shape)}",
             )
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise EngineError(
-                "the weight update left values that are not finite", key=item.full_name
-            )
+            raise EngineError("the weight update left values that are not finite", key=name)

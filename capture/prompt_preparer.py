@@ -18,7 +18,7 @@ from tokenplane.capture.hook_types import (
     SpliceInputs,
 )
 from tokenplane.capture.prefix_resolver import PrefixResolver, ResolvedPrefix, TokenDeltaSource
-from tokenplane.capture.splice import SkeletonCache, splice_by_tokens, structural_suffix
+from tokenplane.capture.splice import SpliceCache, structural_suffix
 from tokenplane.schemas.errors import PrefixError, SpliceError
 from tokenplane.schemas.tokens import Int32Array, first_difference, frozen, to_token_ids
 from tokenplane.schemas.wire import CaptureAdmission, parse_model
@@ -36,7 +36,8 @@ class TQMegatronPromptPreparer:
 
     def __init__(self, source: TokenDeltaSource | PrefixResolver) -> None:
         self.resolver = source if isinstance(source, PrefixResolver) else PrefixResolver(source)
-        self._skeletons = SkeletonCache()
+        self._renderer: object = None
+        self._cache = SpliceCache()
 
     def prepare_prompt(
         self, prompt: Any, *, offload_params: dict[str, Any] | None = None
@@ -86,6 +87,8 @@ class TQMegatronPromptPreparer:
         ids = _prompt_ids(prompt)
         template_prefix = offload_params.get(TEMPLATE_PREFIX_KEY)
         if template_prefix is not None:
+            from tokenplane.capture.splice import splice_by_tokens
+
             spliced = splice_by_tokens(
                 ids,
                 to_token_ids(template_prefix, name=TEMPLATE_PREFIX_KEY),
@@ -121,10 +124,16 @@ class TQMegatronPromptPreparer:
             tools=inputs.tools,
             template_kwargs=inputs.template_kwargs,
             terminator_ids=inputs.terminator_ids,
-            cache=self._skeletons,
+            cache=self._cache_of(inputs.renderer),
         )
         whole = np.concatenate([resolved.token_ids, suffix.suffix_token_ids])
         return frozen(whole), tuple(suffix.notes)
+
+    def _cache_of(self, renderer: object) -> SpliceCache:
+        # A cache serves one renderer; a server has one, so the last one's cache is kept.
+        if renderer is not self._renderer:
+            self._renderer, self._cache = renderer, SpliceCache()
+        return self._cache
 
 
 def _result(

@@ -80,7 +80,7 @@ def install() -> None:
     STAMP.unlink(missing_ok=True)
     if stamp.get("locked") != locked:
         if not _runs(python):
-            base = find_python(PYTHON_VERSION, uv) or fetch_python(PYTHON_VERSION, uv)
+            base = _base_python(uv)
             _say(f"making .venv on {base}")
             _run(uv, "venv", "--quiet", "--clear", "--no-project", "--python", base, VENV)
         _say("installing the locked packages")
@@ -100,20 +100,26 @@ def install() -> None:
 def write_locks(*, upgrade: bool) -> None:
     """Write requirements/*.txt: versions and hashes, for every platform, without any address."""
     uv = private_uv()
-    python = find_python(PYTHON_VERSION, uv) or fetch_python(PYTHON_VERSION, uv)
+    python = _base_python(uv)
     common: list[str | Path] = [
-        *("--universal", "--python", python, "--python-version", PYTHON_VERSION),
+        *("--universal", "--python", python),
         *("--generate-hashes", "--no-header", "--no-annotate", "--quiet"),
         *(["--upgrade"] if upgrade else []),
     ]
+    ours = ["--python-version", PYTHON_VERSION, *common]
+    # NeMo-Gym declares a newer Python than it needs; scripts/gym_env.py installs it all the same.
+    alone = ["--python-version", "3.13.14", "--no-deps", *common]
     dev = REQUIREMENTS / "dev.txt"
     project = "pyproject.toml"
-    _run(uv, "pip", "compile", *common, "--all-extras", project, "-o", dev)
+    _run(uv, "pip", "compile", *ours, "--all-extras", project, "-o", dev)
     # The base install gets the versions that the tests run with.
-    _run(uv, "pip", "compile", *common, "-c", dev, project, "-o", REQUIREMENTS / "base.txt")
-    for name in ("build", "uv"):
+    _run(
+        uv, "pip", "compile", *version, *common, "-c", dev, project, "-o", REQUIREMENTS / "base.txt"
+    )
+    for name in ("build", "gym", "gym-nodeps", "uv"):
         source, target = REQUIREMENTS / f"{name}.in", REQUIREMENTS / f"{name}.txt"
-        _run(uv, "pip", "compile", *common, source, "-o", target)
+        options = alone if name == "gym-nodeps" else ours
+        _run(uv, "pip", "compile", *options, source, "-o", target)
 
 
 def private_uv() -> Path:
@@ -145,6 +151,25 @@ def private_uv() -> Path:
         _run(sys.executable, "-m", "pip", *pip_install, "--target", home)
     done.touch()
     return uv
+
+
+def _base_python(uv: Path) -> Path:
+    """A Python 3.12 of this machine, else one that uv fetches.
+
+    Raises:
+        SetupError: there is none, and none could be fetched.
+    """
+    found = find_python(PYTHON_VERSION, uv)
+    if found is not None:
+        return found
+    _say(f"no Python {PYTHON_VERSION} on PATH, in pyenv or where uv looks; uv fetches one")
+    try:
+        return fetch_python(PYTHON_VERSION, uv)
+    except subprocess.CalledProcessError as error:
+        raise SetupError(
+            f"uv could not fetch Python {PYTHON_VERSION} (above). Install one so that "
+            f"python{PYTHON_VERSION} runs, or name a mirror in UV_PYTHON_INSTALL_MIRROR"
+        ) from error
 
 
 @contextmanager

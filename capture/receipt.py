@@ -37,7 +37,7 @@ def build_receipt(
         scored=scored,
     )
     witnessed = choice.model_call_id is not None
-    if choice.reason == "no_witness":
+    if not choice.settled:
         choice = select_terminal_call(manifest.records)
     reason = None if choice.model_call_id is not None else choice.reason
     if manifest.failures and (strictness == "gym" or not witnessed):

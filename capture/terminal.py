@@ -22,7 +22,9 @@ class TerminalChoice:
     model_call_id: str | None
     selection: TerminalSelection | None
     reason: str
-    """``selected``, or the stable reason."""
+    """``selected``; otherwise the stable reasons, separated by commas."""
+    settled: bool = True
+    """False where no witness said anything: the heuristic may still choose."""
 
 
 def resolve_terminal(
@@ -39,33 +41,34 @@ def resolve_terminal(
         explicit: a call id; one that is not in the manifest abstains.
         declared: a response id; one that matches no row (or rows with different sequences) ends the
             search without an attribution.
-        response_id: id of the scored response.
+        response_id: id of the scored response; abstains if it matches no sequence, or several.
         scored: the scored, Responses-shaped object (``output`` list): the content witness.
 
-    Witnesses must agree up to identical sequences (smallest call id wins); otherwise nothing is
-    attributed. Without any witness the choice is empty with reason ``no_witness``.
+    Witnesses must agree up to identical sequences; otherwise nothing is attributed.
     """
-    votes: dict[str, list[CallRecord]] = {}
+    trail: list[str] = []
+    witnesses: list[tuple[str, CallRecord]] = []
     if explicit is not None:
-        votes["explicit"] = [r for r in records if r.model_call_id == explicit]
+        named = [r for r in records if r.model_call_id == explicit]
+        _vote(witnesses, trail, "explicit", named, missing="explicit_terminal_not_captured")
     if declared is not None:
         named = [r for r in records if r.response_id == declared]
-        if len({_sequence(r) for r in named}) != 1:
-            return TerminalChoice(None, None, "declared_terminal_unmatched")
-        votes["declared"] = named
+        _vote(witnesses, trail, "declared", named, missing="declared_terminal_not_captured")
+        if not witnesses or witnesses[-1][0] != "declared":
+            return TerminalChoice(None, None, ",".join(trail))
     if response_id is not None:
-        votes["response_id"] = [r for r in records if r.response_id == response_id]
+        named = [r for r in records if r.response_id == response_id]
+        _vote(witnesses, trail, "response_id", named, missing="response_id_no_match")
     if scored is not None:
-        votes["content"] = _content_votes(records, scored)
-    votes = {name: rows for name, rows in votes.items() if rows}
-    if not votes:
-        return TerminalChoice(None, None, "no_witness")
-    agreed = set.intersection(*({_sequence(r) for r in rows} for rows in votes.values()))
-    if len(agreed) != 1:
-        return TerminalChoice(None, None, f"witness_disagreement[{','.join(votes)}]")
-    same = [r for rows in votes.values() for r in rows if _sequence(r) in agreed]
-    winner = min(r.model_call_id for r in same)
-    return TerminalChoice(winner, _SELECTION[next(iter(votes))], "selected")
+        named = _content_matches(records, scored)
+        _vote(witnesses, trail, "content", named, missing="no_content_match")
+    if not witnesses:
+        return TerminalChoice(None, None, ",".join(trail) or "no_witness", settled=False)
+    if _one_sequence([record for _, record in witnesses]) is None:
+        detail = ";".join(f"{name}={record.model_call_id}" for name, record in witnesses)
+        return TerminalChoice(None, None, ",".join([*trail, f"witness_disagreement[{detail}]"]))
+    name, record = witnesses[0]
+    return TerminalChoice(record.model_call_id, _SELECTION[name], "selected")
 
 
 _SELECTION: dict[str, TerminalSelection] = {
@@ -76,35 +79,54 @@ _SELECTION: dict[str, TerminalSelection] = {
 }
 
 
-def _sequence(record: CallRecord) -> tuple[str, str, int]:
-    return record.cumulative_hash, record.chain_hash, record.cum_len
+def _vote(
+    witnesses: list[tuple[str, CallRecord]],
+    trail: list[str],
+    name: str,
+    named: list[CallRecord],
+    *,
+    missing: str,
+) -> None:
+    winner = _one_sequence(named)
+    if winner is not None:
+        witnesses.append((name, winner))
+    else:
+        trail.append(f"{name}_ambiguous" if named else missing)
 
 
-def _content_votes(records: Sequence[CallRecord], scored: Mapping[str, Any]) -> list[CallRecord]:
+def _one_sequence(records: Sequence[CallRecord]) -> CallRecord | None:
+    """The row with the smallest call id, if all rows are one and the same sequence."""
+    if len({(r.cumulative_hash, r.chain_hash, r.cum_len) for r in records}) != 1:
+        return None
+    return min(records, key=lambda r: r.model_call_id)
+
+
+def _content_matches(records: Sequence[CallRecord], scored: Mapping[str, Any]) -> list[CallRecord]:
     output = scored.get("output")
-    if not isinstance(output, list) or not all(isinstance(x, Mapping) for x in output):
+    if not isinstance(output, list):
         return []
-    current = [r for r in records if r.fingerprint_version == FINGERPRINT_VERSION]
+    items = [item for item in output if isinstance(item, Mapping)]
+    block = items[len(items) :]
+    for at in range(len(items), 0, -1):
+        if not is_assistant(items[at - 1]):
+            break
+        block = items[at - 1 :]
     try:
-        whole = assistant_fingerprint(output)
-        block = _trailing_block(output)
-        trailing = assistant_fingerprint(block) if len(block) < len(output) else ""
+        whole = assistant_fingerprint(items)
+        trailing = assistant_fingerprint(block) if 0 < len(block) < len(items) else ""
     except InvalidRecordError:
+        return []
+    if not whole:
         return []
     return [
         r
-        for r in current
-        if (whole and whole in (r.continuation_fingerprint, r.output_fingerprint))
-        or (trailing and trailing == r.output_fingerprint)
+        for r in records
+        if r.fingerprint_version == FINGERPRINT_VERSION
+        and (
+            whole in (r.continuation_fingerprint, r.output_fingerprint)
+            or (trailing and trailing == r.output_fingerprint)
+        )
     ]
-
-
-def _trailing_block(output: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The model-authored items at the end (reasoning counts as authored, it never hashes)."""
-    at = len(output)
-    while at and (is_assistant(output[at - 1]) or output[at - 1].get("type") == "reasoning"):
-        at -= 1
-    return output[at:]
 
 
 def select_terminal_call(records: Sequence[CallRecord]) -> TerminalChoice:

@@ -86,7 +86,7 @@ def test_a_lost_row_of_the_chain_gives_a_placeholder() -> None:
 @pytest.mark.parametrize(
     ("outcome", "failures", "reason"),
     [
-        (RolloutOutcome("roll-1", declared="nobody"), [], "declared_terminal_unmatched"),
+        (RolloutOutcome("roll-1", declared="nobody"), [], "declared_terminal_not_captured"),
         (RolloutOutcome("unknown"), [], "no_records"),
         (
             RolloutOutcome("roll-1"),

@@ -47,7 +47,7 @@ CHAIN = [record("a"), record("b", "a", 15), record("c", "b", 20)]
 
 def test_declared_must_match_one_sequence() -> None:
     assert resolve_terminal(CHAIN, declared="resp-b").model_call_id == "b"
-    assert resolve_terminal(CHAIN, declared="resp-x").reason == "declared_terminal_unmatched"
+    assert resolve_terminal(CHAIN, declared="resp-x").reason == "declared_terminal_not_captured"
     same = {"chain_hash": "a" * 64, "cumulative_hash": "b" * 64}
     twins = [record(i, response_id="resp", **same) for i in ("z", "y")]
     assert resolve_terminal(twins, declared="resp").model_call_id == "y"
@@ -64,7 +64,7 @@ def test_explicit_abstains_when_it_misses_and_is_named_declared() -> None:
 def test_witnesses_must_agree() -> None:
     choice = resolve_terminal(CHAIN, declared="resp-b", response_id="resp-c")
     assert choice.model_call_id is None
-    assert choice.reason == "witness_disagreement[declared,response_id]"
+    assert choice.reason == "witness_disagreement[declared=b;response_id=c]"
     assert resolve_terminal(CHAIN, declared="resp-c", response_id="resp-c").model_call_id == "c"
 
 
@@ -79,9 +79,10 @@ def test_the_content_witness_reads_whole_and_trailing_output() -> None:
     whole = record("c", continuation_fingerprint=assistant_fingerprint(scored["output"]))
     assert resolve_terminal([whole], scored=scored).model_call_id == "c"
     old = rows[1].model_copy(update={"fingerprint_version": 1})
-    assert resolve_terminal([rows[0], old], scored=scored).reason == "no_witness"
-    assert resolve_terminal(rows, scored={"output": "four"}).reason == "no_witness"
-    assert resolve_terminal(rows, scored={"choices": []}).reason == "no_witness"
+    assert resolve_terminal([rows[0], old], scored=scored).reason == "no_content_match"
+    for odd in ({"output": "four"}, {"choices": []}, {"output": [3]}):
+        choice = resolve_terminal(rows, scored=odd)
+        assert (choice.model_call_id, choice.settled) == (None, False)
 
 
 def test_heuristic_reasons() -> None:
@@ -146,5 +147,5 @@ def test_a_failure_poisons_unless_a_witness_named_the_end(
 def test_a_declared_miss_never_falls_back() -> None:
     receipt = build_receipt(RolloutManifest(rollout_id="r", records=CHAIN), declared="resp-x")
     assert receipt.terminal_model_call_id is None
-    assert receipt.failure_reason == "declared_terminal_unmatched"
+    assert receipt.failure_reason == "declared_terminal_not_captured"
     assert build_receipt(RolloutManifest(rollout_id="r")).failure_reason == "no_records"

@@ -18,7 +18,7 @@ from tokenplane.capture.hook_types import (
     SpliceInputs,
 )
 from tokenplane.capture.prefix_resolver import PrefixResolver, ResolvedPrefix, TokenDeltaSource
-from tokenplane.capture.splice import SpliceCache, structural_suffix
+from tokenplane.capture.splice import SpliceCache, splice_by_tokens, structural_suffix
 from tokenplane.schemas.errors import PrefixError, SpliceError
 from tokenplane.schemas.tokens import Int32Array, first_difference, frozen, to_token_ids
 from tokenplane.schemas.wire import CaptureAdmission, parse_model
@@ -87,8 +87,6 @@ class TQMegatronPromptPreparer:
         ids = _prompt_ids(prompt)
         template_prefix = offload_params.get(TEMPLATE_PREFIX_KEY)
         if template_prefix is not None:
-            from tokenplane.capture.splice import splice_by_tokens
-
             spliced = splice_by_tokens(
                 ids,
                 to_token_ids(template_prefix, name=TEMPLATE_PREFIX_KEY),

@@ -113,9 +113,7 @@ def write_locks(*, upgrade: bool) -> None:
     project = "pyproject.toml"
     _run(uv, "pip", "compile", *ours, "--all-extras", project, "-o", dev)
     # The base install gets the versions that the tests run with.
-    _run(
-        uv, "pip", "compile", *version, *common, "-c", dev, project, "-o", REQUIREMENTS / "base.txt"
-    )
+    _run(uv, "pip", "compile", *ours, "-c", dev, project, "-o", REQUIREMENTS / "base.txt")
     for name in ("build", "gym", "gym-nodeps", "uv"):
         source, target = REQUIREMENTS / f"{name}.in", REQUIREMENTS / f"{name}.txt"
         options = alone if name == "gym-nodeps" else ours

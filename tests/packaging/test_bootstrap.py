@@ -76,6 +76,22 @@ def test_uv_is_asked_last(bare: Path) -> None:
     assert interpreters.find_python("3.12", uv) == Path(sys.executable)
 
 
+def test_where_none_is_found_the_one_that_uv_fetches_is_taken(bare: Path) -> None:
+    # Finds nothing until it has "installed", as uv does on a machine without that version.
+    fetched = bare / "fetched"
+    uv = write_script(
+        bare / "uv",
+        f'if [ "$2" = install ]; then : > "{fetched}"; exit 0; fi\n'
+        f'[ -e "{fetched}" ] && echo "{sys.executable}"',
+    )
+    assert bootstrap._base_python(uv) == Path(sys.executable)
+
+
+def test_where_none_can_be_fetched_it_says_what_to_do(bare: Path, no_uv: Path) -> None:
+    with pytest.raises(bootstrap.SetupError, match="UV_PYTHON_INSTALL_MIRROR"):
+        bootstrap._base_python(no_uv)
+
+
 def test_the_entry_passes_over_a_broken_python3(bare: Path, root: Path) -> None:
     write_script(bare / "bin" / "python3", "exit 127")
     real(bare / "bin" / "python3.12")

@@ -79,9 +79,7 @@ def _from_npm(work: Path, target: Path) -> None:
         shutil.copy(SOURCES / name, work / name)
     # npm starts node by name, and the locked one lies beside this interpreter.
     path = f"{Path(npm).parent}:{os.environ.get('PATH', '')}"
-    subprocess.run(
-        [npm, "ci", "--silent"], cwd=work, check=True, env={**os.environ, "PATH": path}
-    )
+    subprocess.run([npm, "ci", "--silent"], cwd=work, check=True, env={**os.environ, "PATH": path})
     for folder, package in NPM_PACKAGES.items():
         shutil.copytree(work / "node_modules" / package / "models", target / folder)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tokenplane.capture.collector import Collector as Collector
-from tokenplane.capture.collector import RolloutOutcome as RolloutOutcome
 from tokenplane.capture.core import RolloutTokenCapture as RolloutTokenCapture
 from tokenplane.capture.core import install_capture as install_capture
 from tokenplane.capture.ledger import Ledger as Ledger
@@ -14,3 +13,4 @@ from tokenplane.capture.prefix_resolver import PrefixResolver as PrefixResolver
 from tokenplane.capture.prompt_preparer import TQMegatronPromptPreparer as TQMegatronPromptPreparer
 from tokenplane.capture.receipt import build_receipt as build_receipt
 from tokenplane.capture.token_stager import TQMegatronTokenStager as TQMegatronTokenStager
+from tokenplane.capture.training_rows import RolloutOutcome as RolloutOutcome

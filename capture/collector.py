@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from tokenplane.capture.core import code_of
-from tokenplane.capture.linearize import LinearizedRollout, terminal_chain, verify_and_linearize
+from tokenplane.capture.linearize import terminal_chain, verify_and_linearize
 from tokenplane.capture.receipt import Strictness, build_receipt
-from tokenplane.schemas.epochs import generation_versions
+from tokenplane.capture.terminal import select_terminal_call
+from tokenplane.capture.training_rows import RolloutOutcome, placeholder, to_training_row
 from tokenplane.schemas.errors import (
-    InvalidRecordError,
+    RebuildError,
     ReceiptVerificationError,
     StoreError,
     TokenplaneError,
 )
-from tokenplane.schemas.manifest import RolloutManifest, RolloutReceipt
+from tokenplane.schemas.manifest import CallRecord, RolloutManifest, RolloutReceipt
 from tokenplane.schemas.staged_row import StagedRow
-from tokenplane.schemas.tokens import frozen, to_log_probs, to_mask, to_token_ids
-from tokenplane.schemas.training_row import TRAINING_PARTITION, CallSpan, TrainingRow
+from tokenplane.schemas.training_row import TRAINING_PARTITION, TrainingRow
 from tokenplane.staging.store import StagingStore
 
 logger = logging.getLogger("tokenplane.capture")
@@ -41,23 +39,6 @@ class ManifestProvider(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutOutcome:
-    """What the environment says about a finished rollout."""
-
-    rollout_id: str
-    reward: float | None = None
-    group_id: str | None = None
-    explicit: str | None = None
-    """Terminal call id, if the harness knows it."""
-    declared: str | None = None
-    """Terminal response id, if the harness declares it."""
-    response_id: str | None = None
-    """Id of the response that was scored."""
-    scored: Mapping[str, Any] | None = field(default=None, repr=False)
-    """The scored, Responses-shaped object."""
-
-
-@dataclass(frozen=True, slots=True)
 class PublishReport:
     """What ``publish`` did."""
 
@@ -66,6 +47,12 @@ class PublishReport:
     cleaned_rows: int
     clean_error: str | None
     """Set where clean-up failed; the published rows stay."""
+
+
+Segments = Literal["terminal", "roots", "all"]
+"""Which chains of a rollout become rows. terminal: the one that ends in its terminal call. roots:
+also the main chain of every other root (sub-agents, compacted histories). all: every chain to a
+leaf, abandoned branches too."""
 
 
 class Collector:
@@ -77,8 +64,11 @@ class Collector:
     Args:
         source: reads staged rows (``staging.TokenSource``).
         manifests: a ``Ledger``, a ``RolloutManifest``, or a mapping of them by rollout.
-        strictness: see ``receipt.Strictness``. With ``chain`` only the terminal chain is read and
-            verified, so that a lost dead branch rejects nothing; ``gym`` needs every row.
+        strictness: see ``receipt.Strictness``. With ``chain`` only the chains that become rows are
+            read and verified, so that a lost dead branch rejects nothing; ``gym`` needs every row.
+        segments: see ``Segments``. Each sampled token has exactly one row that owns its loss.
+        salvage: offer the verified part of a damaged rollout (``salvaged``, with the reason) in
+            place of the placeholder.
     """
 
     def __init__(
@@ -87,34 +77,41 @@ class Collector:
         manifests: ManifestProvider | RolloutManifest | Mapping[str, RolloutManifest],
         *,
         strictness: Strictness = "chain",
+        segments: Segments = "terminal",
+        salvage: bool = False,
     ) -> None:
         self._source = source
         self._manifest_of = _manifest_function(manifests)
         self._strictness: Strictness = strictness
+        self._segments: Segments = segments
+        self._salvage = salvage
 
     def finalize(self, rollout: str | RolloutOutcome) -> list[TrainingRow]:
-        """The rollout's training rows: exactly one here, a placeholder if it cannot be trusted."""
+        """The rollout's training rows, the terminal's first; a placeholder if it is not proven."""
         outcome = RolloutOutcome(rollout) if isinstance(rollout, str) else rollout
         try:
-            return [self._row(outcome)]
+            return self._rows(outcome)
         except (TokenplaneError, ValueError) as exc:
             code = code_of(exc, "invalid_manifest")
             if isinstance(exc, ReceiptVerificationError) and code == "rollout_failed":
                 code = exc.message
-            logger.warning("rollout %s gives a placeholder: %s", outcome.rollout_id, exc)
-            return [placeholder(outcome, code)]
+            logger.warning("rollout %s is not proven: %s", outcome.rollout_id, exc)
+            salvaged = self._salvaged(outcome, code) if self._salvage else None
+            return [placeholder(outcome, code) if salvaged is None else salvaged]
 
     def finalize_group(self, rollouts: Sequence[str | RolloutOutcome]) -> list[TrainingRow]:
-        """The rows of a group, in order; one per rollout, so exactly ``len(rollouts)``."""
+        """The rows of a group, in order; exactly one per rollout unless ``segments`` asks for
+        more.
+        """
         return [row for rollout in rollouts for row in self.finalize(rollout)]
 
     def receipt(self, outcome: RolloutOutcome) -> RolloutReceipt:
-        """The receipt that ``finalize`` verifies.
+        """The receipt of the rollout as its manifest has it.
 
         Raises:
             StoreError: the manifest cannot be read.
         """
-        receipt = build_receipt(
+        return build_receipt(
             self._manifest_of(outcome.rollout_id),
             reward=outcome.reward,
             explicit=outcome.explicit,
@@ -123,18 +120,66 @@ class Collector:
             scored=outcome.scored,
             strictness=self._strictness,
         )
-        if self._strictness == "chain" and receipt.failure_reason is None:
-            chain = terminal_chain(receipt.manifest, receipt.terminal_model_call_id)
-            receipt = receipt.model_copy(update={"manifest": chain})
-        return receipt
 
-    def _row(self, outcome: RolloutOutcome) -> TrainingRow:
+    def _rows(self, outcome: RolloutOutcome) -> list[TrainingRow]:
         receipt = self.receipt(outcome)
-        rows: Sequence[StagedRow] = ()
-        if receipt.failure_reason is None:
-            rows = self._source.fetch_rows([record.staging_key for record in receipt.manifest])
-        linear = verify_and_linearize(receipt, [row.call for row in rows])
-        return to_training_row(outcome, receipt, linear, rows)
+        if receipt.failure_reason is not None:
+            raise ReceiptVerificationError(receipt.failure_reason, code="rollout_failed")
+        chains = chains_of(receipt, self._segments)
+        rows: dict[str, StagedRow] = {}
+        if self._strictness == "gym":
+            rows = self._fetch(receipt.manifest, rows)
+            verify_and_linearize(receipt, [rows[r.staging_key].call for r in receipt.manifest])
+        owners: set[str] = set()
+        result = []
+        for segment, chain in enumerate(chains):
+            rows = self._fetch(chain, rows)
+            owned = {record.model_call_id for record in chain} - owners
+            owners |= owned
+            staged = [rows[record.staging_key] for record in chain]
+            part = _chain_receipt(receipt, chain)
+            linear = verify_and_linearize(part, [row.call for row in staged])
+            result.append(
+                to_training_row(outcome, part, linear, staged, segment=segment, owned=owned)
+            )
+        return result
+
+    def _fetch(
+        self, records: Sequence[CallRecord], known: dict[str, StagedRow]
+    ) -> dict[str, StagedRow]:
+        keys = [r.staging_key for r in records if r.staging_key not in known]
+        return {**known, **dict(zip(keys, self._source.fetch_rows(keys), strict=True))}
+
+    def _salvaged(self, outcome: RolloutOutcome, reason: str) -> TrainingRow | None:
+        """The row of the longest part of the terminal chain that verifies, from the root on."""
+        try:
+            manifest = self._manifest_of(outcome.rollout_id)
+            complete = manifest.model_copy(update={"failures": []})
+            receipt = build_receipt(
+                complete,
+                reward=outcome.reward,
+                explicit=outcome.explicit,
+                declared=outcome.declared,
+                response_id=outcome.response_id,
+                scored=outcome.scored,
+            )
+            if receipt.terminal_model_call_id is None:
+                receipt = build_receipt(complete, reward=outcome.reward)
+            if receipt.failure_reason is not None:
+                return None
+            chain = terminal_chain(receipt.manifest, receipt.terminal_model_call_id)
+        except (TokenplaneError, ValueError):
+            logger.info("nothing to salvage of %s", outcome.rollout_id, exc_info=True)
+            return None
+        for length in range(len(chain), 0, -1):
+            part = _chain_receipt(receipt, chain[:length])
+            try:
+                staged = list(self._fetch(chain[:length], {}).values())
+                linear = verify_and_linearize(part, [row.call for row in staged])
+                return to_training_row(outcome, part, linear, staged, reason=reason)
+            except (TokenplaneError, ValueError):
+                logger.info("%s: %d calls do not verify", outcome.rollout_id, length)
+        return None
 
     def publish(
         self,
@@ -164,90 +209,39 @@ class Collector:
         return PublishReport(fresh, len(rows) - fresh, cleaned, error)
 
 
-def to_training_row(
-    outcome: RolloutOutcome,
-    receipt: RolloutReceipt,
-    linear: LinearizedRollout,
-    rows: Sequence[StagedRow],
-) -> TrainingRow:
-    """The training row of a verified chain, with the version that made each sampled token.
+def chains_of(receipt: RolloutReceipt, segments: Segments) -> list[list[CallRecord]]:
+    """The chains that become rows, the terminal's first.
 
     Raises:
-        InvalidRecordError: a row's epochs are missing or malformed.
+        RebuildError: a chain is broken (``missing_parent``, ``lineage_cycle``, …).
     """
-    by_call = {row.call.model_call_id: row for row in rows}
-    chain = [by_call[ident] for ident in linear.model_call_ids]
-    versions = np.full(len(linear.token_ids), -1, np.int64)
-    spans = []
-    for row, span, link in zip(chain, linear.weight_version_spans, linear.link_spans, strict=True):
-        call = row.call
-        sampled = generation_versions(
-            row.evidence.policy_epochs, call.cum_len - link.generation_len, call.cum_len
-        )
-        if int(row.evidence.policy_epochs[0][1]) != call.weight_version:
-            raise InvalidRecordError(
-                "the first policy boundary is not the call's weight version",
-                code="wrong_policy_epoch",
-                expected=call.weight_version,
-                got=row.evidence.policy_epochs[0],
-                key=row.staging_key,
-            )
-        versions[span.start + link.carry_len : span.end] = sampled
-        spans.append(
-            CallSpan(
-                model_call_id=call.model_call_id,
-                staging_key=row.staging_key,
-                start=span.start,
-                carry_len=link.carry_len,
-                generation_len=link.generation_len,
-                weight_version=call.weight_version,
-                extras_digest=call.extras_digest,
-            )
-        )
-    modes = {row.evidence.logprobs_mode for row in chain}
-    return TrainingRow(
-        row_id=outcome.rollout_id,
-        rollout_id=outcome.rollout_id,
-        token_ids=linear.token_ids,
-        token_mask=linear.token_mask,
-        log_probs=linear.logprobs,
-        weight_versions=frozen(versions),
-        prompt_len=linear.prompt_len,
-        call_spans=tuple(spans),
-        created_at=max(row.created_at for row in chain),
-        group_id=outcome.group_id,
-        reward=outcome.reward,
-        terminal_model_call_id=receipt.terminal_model_call_id,
-        terminal_selection=receipt.terminal_selection,
-        logprobs_mode=modes.pop() if len(modes) == 1 else "mixed",
-        model_fingerprint=chain[0].evidence.model_fingerprint,
-        tokenizer_fingerprint=chain[0].evidence.tokenizer_fingerprint,
-        cumulative_hash=chain[-1].call.cumulative_hash,
-    )
+    records = receipt.manifest
+    terminal = receipt.terminal_model_call_id
+    chains = [terminal_chain(records, terminal)]
+    if segments == "terminal":
+        return chains
+    parents = {record.parent_call_id for record in records}
+    leaves = [r.model_call_id for r in records if r.model_call_id not in parents]
+    if segments == "all":
+        chains += [terminal_chain(records, leaf) for leaf in leaves if leaf != terminal]
+        return chains
+    paths = [terminal_chain(records, leaf) for leaf in leaves]
+    for root in (r for r in records if r.parent_call_id is None):
+        if root.model_call_id != chains[0][0].model_call_id:
+            tree = {r.model_call_id: r for p in paths if p[0] is root for r in p}
+            choice = select_terminal_call(list(tree.values()))
+            if choice.model_call_id is None:
+                raise RebuildError(
+                    "the end of a segment is ambiguous", code=choice.reason, key=root.model_call_id
+                )
+            chains.append(terminal_chain(records, choice.model_call_id))
+    return chains
 
 
-PLACEHOLDER_TOKEN = 0
-
-
-def placeholder(outcome: RolloutOutcome, reason: str) -> TrainingRow:
-    """A row that holds a rollout's place in its group and trains on nothing.
-
-    One carried token (id 0), mask 0, ``sample_mask`` 0; the reward is kept.
-    """
-    return TrainingRow(
-        row_id=outcome.rollout_id,
-        rollout_id=outcome.rollout_id,
-        token_ids=to_token_ids([PLACEHOLDER_TOKEN]),
-        token_mask=to_mask([0]),
-        log_probs=to_log_probs([0.0]),
-        weight_versions=frozen(np.full(1, -1, np.int64)),
-        prompt_len=1,
-        call_spans=(),
-        created_at=None,
-        group_id=outcome.group_id,
-        reward=outcome.reward,
-        sample_mask=0,
-        reason=reason,
+def _chain_receipt(receipt: RolloutReceipt, chain: Sequence[CallRecord]) -> RolloutReceipt:
+    """The receipt of one chain of the rollout: its rows, its last call as terminal."""
+    return receipt.model_copy(
+        update={"manifest": list(chain), "terminal_model_call_id": chain[-1].model_call_id}
     )
 
 

@@ -53,6 +53,9 @@ class LedgerRequest:
     """Hex digest of the request body: an idempotency key may not be used for another body."""
     parent_response_id: str | None = None
     """Explicit parent; must agree with the conversation."""
+    new_segment: bool = False
+    """The harness says that it rewrote the history (compaction, D27): where no parent is proven,
+    the call is a root of its own instead of unproven."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +166,9 @@ class Ledger:
         candidates = index.candidates(digest)
         if not candidates and explicit is not None:
             raise _Unproven("parent_context_mismatch")
-        if not candidates and not index.rows:
-            return None  # seeded history (few-shot): nothing of this rollout was staged before
+        if not candidates and (request.new_segment or not index.rows):
+            # Declared by the harness, or seeded history (few-shot) of a rollout without any row.
+            return None
         if not candidates:
             raise _Unproven("unresolved_parent")
         return _pick(candidates, explicit)

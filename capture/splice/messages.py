@@ -10,6 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from tokenplane.capture.splice.renderer import Message, Tool
+from tokenplane.schemas.errors import InvalidRecordError
+from tokenplane.schemas.fingerprints import canonical_json
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
@@ -61,8 +63,11 @@ class Conversation:
 
 def digest(*values: Any) -> str:
     """Hex SHA-256 of values that JSON can express (others by their ``repr``)."""
-    text = json.dumps(values, sort_keys=True, ensure_ascii=False, default=repr)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    try:
+        text = canonical_json(values)
+    except InvalidRecordError:  # a lone surrogate, or a type that JSON does not have
+        text = json.dumps(values, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def texts(message: Message) -> list[str]:

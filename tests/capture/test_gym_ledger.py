@@ -1,0 +1,105 @@
+"""The ledger that Gym loads: parents, identical replies, write-once commits, manifests."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.capture.test_terminal import record
+from tokenplane.capture.gym_ledger import GymLedger
+from tokenplane.schemas.errors import KeyConflictError, LedgerError
+from tokenplane.schemas.manifest import CaptureLedgerCommit, RolloutManifest
+
+USER = {"role": "user", "content": "2+2?"}
+ANSWER = {"type": "message", "role": "assistant", "content": "4"}
+
+
+def commit(ident: str, items: Any = (USER,), **fields: Any) -> CaptureLedgerCommit:
+    row = record(ident, **fields)
+    return CaptureLedgerCommit(
+        rollout_id="0-1",
+        record=row,
+        staging_chain=(row.staging_key,),
+        request_items=list(items),
+        response_items=[ANSWER],
+    )
+
+
+@pytest.fixture(params=["memory:", "file"])
+def ledger(request: Any, tmp_path: Path) -> GymLedger:
+    return GymLedger("memory:" if request.param == "memory:" else f"file://{tmp_path}/store")
+
+
+def run(awaitable: Any) -> Any:
+    return asyncio.run(awaitable)
+
+
+def test_parents(ledger: GymLedger) -> None:
+    assert run(ledger.resolve("0-1", [USER])).status == "root"
+    assert run(ledger.resolve("0-1", [USER, ANSWER, USER])).status == "unresolved"
+    assert not run(ledger.has_rows("0-1"))
+    run(ledger.record(commit("a")))
+    found = run(ledger.resolve("0-1", [USER, ANSWER, USER]))
+    assert found.status == "resolved"
+    assert (found.match.model_call_id, found.match.staging_chain) == ("a", ("r/a",))
+    assert (found.match.prev_len, found.match.cumulative_token_ids) == (10, ())
+    assert run(ledger.resolve("0-1", [{**USER, "content": "3+3?"}, ANSWER, USER])).reason == (
+        "no_match"
+    )
+    assert run(ledger.resolve("0-2", [USER, ANSWER, USER])).status == "unresolved"
+    assert run(ledger.has_rows("0-1"))
+    run(ledger.close())
+
+
+def test_identical_replies_resolve_if_their_tokens_are_equal(ledger: GymLedger) -> None:
+    same = {"cumulative_hash": "a" * 64}
+    run(ledger.record(commit("b", **same)))
+    run(ledger.record(commit("a", **same)))
+    assert run(ledger.resolve("0-1", [USER, ANSWER, USER])).match.model_call_id == "a"
+    run(ledger.record(commit("c")))
+    assert run(ledger.resolve("0-1", [USER, ANSWER, USER])).reason == "ambiguous"
+
+
+def test_commits_are_write_once(ledger: GymLedger) -> None:
+    run(ledger.record(commit("a")))
+    run(ledger.record(commit("a")))
+    with pytest.raises(KeyConflictError):
+        run(ledger.record(commit("a", weight_version=2)))
+
+
+def test_the_manifest_lists_commits_and_failures_in_order(ledger: GymLedger) -> None:
+    run(ledger.record(commit("b")))
+    run(ledger.record_failure("0-1", "x", "unresolved_parent"))
+    run(ledger.record_failure("0-1", "x", "request_finished_without_staged_coordinates"))
+    run(ledger.record(commit("a")))
+    manifest = RolloutManifest(**run(ledger.manifest("0-1")))
+    assert [r.model_call_id for r in manifest.records] == ["b", "a"]
+    assert [f.reason for f in manifest.failures] == [
+        "unresolved_parent",
+        "request_finished_without_staged_coordinates",
+    ]
+    assert run(ledger.manifest("0-9")) == {
+        "schema_version": 2,
+        "rollout_id": "0-9",
+        "records": [],
+        "failures": [],
+    }
+    with pytest.raises(LedgerError):
+        run(ledger.manifest("../x"))
+
+
+def test_it_says_who_shares_its_rows(tmp_path: Path) -> None:
+    assert not GymLedger("memory:").is_process_shared()
+    one, two = GymLedger(f"file://{tmp_path}/s"), GymLedger(f"file://{tmp_path}/s")
+    assert one.is_process_shared()
+    run(one.record(commit("a")))
+    assert run(two.resolve("0-1", [USER, ANSWER])).status == "resolved"
+
+
+def test_what_cannot_be_fingerprinted_is_kept_and_never_a_parent(ledger: GymLedger) -> None:
+    odd = {"role": "user", "content": [{"no": "type"}]}
+    run(ledger.record(commit("a", items=[odd])))
+    assert len(run(ledger.manifest("0-1"))["records"]) == 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from tokenplane.capture.core import code_of
+from tokenplane.capture.active_call import code_of
 from tokenplane.capture.linearize import terminal_chain, verify_and_linearize
 from tokenplane.capture.receipt import Strictness, build_receipt
 from tokenplane.capture.terminal import select_terminal_call

@@ -6,18 +6,17 @@ The order that everything relies on: stage first, acknowledge second, ledger row
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenplane.capture.active_call import ActiveCall, checked_prefix, code_of
 from tokenplane.capture.failures import FailureLog
-from tokenplane.schemas.errors import CaptureError, StreamingUnsupportedError, TokenplaneError
+from tokenplane.schemas.errors import CaptureError, StreamingUnsupportedError
 from tokenplane.schemas.staged_call import build_staged_call
 from tokenplane.schemas.staged_row import CallEvidence, LedgerEntry, StagedRow
 from tokenplane.schemas.tokens import Int32Array, first_difference, to_log_probs, to_token_ids
@@ -26,7 +25,6 @@ from tokenplane.schemas.wire import CaptureAdmission, CommitCoords, StageResult
 logger = logging.getLogger("tokenplane.capture")
 
 Ids = Sequence[int] | NDArray[np.integer]
-EMPTY_IDS = to_token_ids([])
 
 
 class StagingSink(Protocol):
@@ -55,33 +53,6 @@ class ResponseAdapter(Protocol):
     def extract_extras(self, response: Any) -> dict[str, Any] | None:
         """What the digest shall cover beside the tokens."""
         ...
-
-
-@dataclass(slots=True)
-class ActiveCall:
-    """A begun call; it completes exactly once."""
-
-    admission: CaptureAdmission
-    prefix_token_ids: Int32Array = field(repr=False)
-    """int32[prev_len], the exact sequence that the prompt must start with."""
-    weight_version: int
-    _claimed: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def claim(self) -> None:
-        """Flip to completed.
-
-        Raises:
-            CaptureError: it was completed before (code ``already_completed``).
-        """
-        with self._lock:
-            if self._claimed:
-                raise CaptureError(
-                    "the call was completed before",
-                    code="already_completed",
-                    key=self.admission.model_call_id,
-                )
-            self._claimed = True
 
 
 def mint_staging_key(rollout_id: str, model_call_id: str) -> str:
@@ -134,7 +105,7 @@ class RolloutTokenCapture:
             raise TypeError(f"expected a CaptureAdmission, got {type(admission).__name__}")
         if stream:
             raise StreamingUnsupportedError("capture needs the whole engine answer, not a stream")
-        prefix = _checked_prefix(admission, prefix_token_ids)
+        prefix = checked_prefix(admission, prefix_token_ids)
         version = self._weight_version_fn() if weight_version is None else weight_version
         if type(version) is not int or version < 0:
             raise CaptureError("weight version must be an integer >= 0", got=repr(version))
@@ -295,11 +266,6 @@ def failed_coords(admission: CaptureAdmission, weight_version: int) -> CommitCoo
     )
 
 
-def code_of(error: BaseException, default: str) -> str:
-    """The stable code of one of our errors, else ``default``."""
-    return error.code if isinstance(error, TokenplaneError) else default
-
-
 def install_capture(
     layer: Any,
     *,
@@ -322,39 +288,6 @@ def install_capture(
     capture = RolloutTokenCapture(sink=sink, weight_version_fn=weight_version_fn, adapter=adapter)
     layer.install_token_capture(capture)
     return capture
-
-
-def _checked_prefix(
-    admission: CaptureAdmission, given: list[int] | NDArray[np.integer] | None
-) -> Int32Array:
-    """The prefix array that the rules of CONTRACT section 6 allow for this admission."""
-    prefix: Int32Array | None = None
-    if given is not None:
-        if not isinstance(given, (list, np.ndarray)):
-            raise CaptureError(
-                "prefix_token_ids must be a list or an array", got=type(given).__name__
-            )
-        try:
-            prefix = to_token_ids(given, name="prefix_token_ids")
-        except ValueError as exc:
-            raise CaptureError(str(exc), code=code_of(exc, "capture_error")) from exc
-    if admission.mode == "text":
-        if prefix is not None and len(prefix):
-            raise CaptureError("a text call has no prefix", got=f"{len(prefix)} tokens")
-        return EMPTY_IDS
-    inline = admission.required_prefix_token_ids
-    if prefix is None:
-        if not inline:
-            raise CaptureError("a token_in call needs its prefix", expected=admission.prev_len)
-        try:
-            return to_token_ids(inline, name="required_prefix_token_ids")
-        except ValueError as exc:
-            raise CaptureError(str(exc), code=code_of(exc, "capture_error")) from exc
-    if len(prefix) != admission.prev_len:
-        raise CaptureError("prefix length", expected=admission.prev_len, got=len(prefix))
-    if inline and prefix.tolist() != inline:
-        raise CaptureError("the given prefix differs from the admission's inline prefix")
-    return prefix
 
 
 def _around(ids: Int32Array, at: int) -> list[int]:

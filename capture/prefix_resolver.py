@@ -1,14 +1,12 @@
 """The prefix resolver: an admission's staging chain becomes one verified token array.
 
-Cached arrays are *trunks*: one int32 buffer per linear stretch of a rollout, in which every call of
-the stretch is a prefix. A growing rollout therefore costs its length once, not once per turn, and a
-call that the same worker staged is resolved without touching the store.
+A growing rollout costs its length once, not once per turn (``prefix_trunks``), and a call that the
+same worker staged is resolved without touching the store.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,13 +14,13 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from tokenplane.capture.prefix_trunks import Node, TrunkCache
 from tokenplane.schemas.digests import chain_hash
 from tokenplane.schemas.errors import MissingRowError, PrefixError, StoreError
 from tokenplane.schemas.tokens import Int32Array, join, to_token_ids
 from tokenplane.schemas.wire import CaptureAdmission
 
 DEFAULT_MAX_BYTES = 256 * 2**20
-_NODE_BYTES = 512  # rough cost of one cached call beside its tokens
 
 
 class TokenDelta(Protocol):
@@ -62,29 +60,8 @@ class ResolvedPrefix:
     rows_fetched: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """One call of a trunk: its whole sequence is the trunk's first ``length`` tokens."""
-
-    length: int
-    n_sampled: int
-    chain_hash: str
-
-
-type _Base = tuple[int, Int32Array, _Node]
+type _Base = tuple[int, Int32Array, Node]
 """(position in the chain, its whole sequence, its node) of the deepest call that is cached."""
-
-
-@dataclass(slots=True)
-class _Trunk:
-    ids: Int32Array
-    nodes: dict[str, _Node]
-    """by staging key"""
-    tip: str
-
-    @property
-    def nbytes(self) -> int:
-        return self.ids.nbytes + _NODE_BYTES * len(self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +90,11 @@ class PrefixResolver:
 
     def __init__(self, source: TokenDeltaSource, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._source = source
-        self._max_bytes = max_bytes
+        self._cache = TrunkCache(max_bytes)
         self._generation = 0
         self._lock = threading.Lock()
-        self._trunks: OrderedDict[str, _Trunk] = OrderedDict()  # by tip key, least recent first
-        self._owner: dict[str, str] = {}  # staging key -> tip key of its trunk
-        self._nbytes = 0
-        self._flights: dict[tuple[int, str], Future[tuple[Int32Array, _Node]]] = {}
-        self._counts = dict.fromkeys(
-            ("hits", "misses", "shared_flights", "rows_fetched", "evictions"), 0
-        )
+        self._flights: dict[tuple[int, str], Future[tuple[Int32Array, Node]]] = {}
+        self._counts = dict.fromkeys(("hits", "misses", "shared_flights", "rows_fetched"), 0)
 
     def resolve(self, admission: CaptureAdmission) -> ResolvedPrefix:
         """The prefix of an admission; empty for a ``text`` call.
@@ -158,41 +130,35 @@ class PrefixResolver:
             token_ids: int32[cum_len], read-only; shared, not copied.
         """
         with self._lock:
-            node = _Node(len(token_ids), n_sampled, chain_hash)
-            self._insert(staging_key, parent_staging_key, token_ids, node)
+            node = Node(len(token_ids), n_sampled, chain_hash)
+            self._cache.insert(staging_key, node, token_ids, parent=parent_staging_key)
 
     def replace_source(self, source: TokenDeltaSource) -> None:
         """Read from another source from now on; reads in flight never enter the new cache."""
         with self._lock:
             self._source = source
             self._generation += 1
-            self._trunks.clear()
-            self._owner.clear()
-            self._nbytes = 0
+            self._cache.clear()
 
     def stats(self) -> CacheStats:
         """Counters and present size."""
         with self._lock:
-            return CacheStats(**self._counts, trunks=len(self._trunks), nbytes=self._nbytes)
+            return CacheStats(
+                **self._counts,
+                evictions=self._cache.evictions,
+                trunks=len(self._cache),
+                nbytes=self._cache.nbytes,
+            )
 
     def _lookup(self, admission: CaptureAdmission) -> ResolvedPrefix | None:
         with self._lock:
-            found = self._find(admission.staging_chain[-1])
+            found = self._cache.find(admission.staging_chain[-1])
             if found is None:
                 return None
             ids, node = found
             _check_tip(admission, node)
             self._counts["hits"] += 1
             return ResolvedPrefix(ids, "cache", node.n_sampled)
-
-    def _find(self, key: str) -> tuple[Int32Array, _Node] | None:
-        tip = self._owner.get(key)
-        if tip is None:
-            return None
-        self._trunks.move_to_end(tip)
-        trunk = self._trunks[tip]
-        node = trunk.nodes[key]
-        return trunk.ids[: node.length], node
 
     def _resolve_from_store(self, admission: CaptureAdmission) -> ResolvedPrefix:
         chain = admission.staging_chain
@@ -208,7 +174,7 @@ class PrefixResolver:
             source, generation = self._source, self._generation
             base: _Base | None = None
             for at in range(len(chain) - 2, -1, -1):
-                found = self._find(chain[at])
+                found = self._cache.find(chain[at])
                 if found is not None:
                     base = (at, *found)
                     break
@@ -235,49 +201,9 @@ class PrefixResolver:
             self._counts["rows_fetched"] += len(chain) - start
             if generation == self._generation:
                 parent = chain[start - 1] if start else None
-                self._insert(chain[-1], parent, ids, tip)
-                for key, node in read[:-1]:
-                    self._add_node(chain[-1], key, node)
-                self._shrink()
+                self._cache.insert(chain[-1], tip, ids, parent=parent, between=read[:-1])
         flight.set_result((ids, tip))
         return ResolvedPrefix(ids, "store", tip.n_sampled, len(chain) - start)
-
-    def _insert(self, key: str, parent: str | None, ids: Int32Array, node: _Node) -> None:
-        if key in self._owner:
-            return
-        nodes = {key: node}
-        tip = self._owner.get(parent) if parent is not None else None
-        if tip is not None and tip == parent:
-            # The common case: the parent is the end of its trunk, so the longer buffer replaces it.
-            old = self._remove(tip)
-            nodes = {**old.nodes, **nodes}
-        trunk = _Trunk(ids, nodes, key)
-        if trunk.nbytes > self._max_bytes:
-            return
-        self._trunks[key] = trunk
-        self._nbytes += trunk.nbytes
-        for name in nodes:
-            self._owner[name] = key
-        self._shrink()
-
-    def _shrink(self) -> None:
-        while self._nbytes > self._max_bytes:
-            self._remove(next(iter(self._trunks)))
-            self._counts["evictions"] += 1
-
-    def _add_node(self, tip: str, key: str, node: _Node) -> None:
-        trunk = self._trunks.get(tip)
-        if trunk is not None and key not in self._owner:
-            trunk.nodes[key] = node
-            self._owner[key] = tip
-            self._nbytes += _NODE_BYTES
-
-    def _remove(self, tip: str) -> _Trunk:
-        trunk = self._trunks.pop(tip)
-        self._nbytes -= trunk.nbytes
-        for name in trunk.nodes:
-            del self._owner[name]
-        return trunk
 
 
 def _inline(admission: CaptureAdmission) -> Int32Array:
@@ -299,7 +225,7 @@ def _check_length(admission: CaptureAdmission, length: int) -> None:
         )
 
 
-def _check_tip(admission: CaptureAdmission, tip: _Node) -> None:
+def _check_tip(admission: CaptureAdmission, tip: Node) -> None:
     _check_length(admission, tip.length)
     if tip.chain_hash != admission.parent_chain_hash:
         raise PrefixError(
@@ -315,7 +241,7 @@ def _fetch(
     source: TokenDeltaSource,
     admission: CaptureAdmission,
     base: _Base | None,
-) -> tuple[Int32Array, list[tuple[str, _Node]]]:
+) -> tuple[Int32Array, list[tuple[str, Node]]]:
     """The whole prefix, and every row that was read for it; the last one is the tip."""
     start = 0 if base is None else base[0] + 1
     keys = admission.staging_chain[start:]
@@ -334,7 +260,7 @@ def _fetch(
         )
     length, link = (0, None) if base is None else (base[2].length, base[2].chain_hash)
     parts: list[Int32Array] = [] if base is None else [base[1]]
-    read: list[tuple[str, _Node]] = []
+    read: list[tuple[str, Node]] = []
     for row in rows:
         if row.rollout_id != admission.rollout_id:
             raise PrefixError(
@@ -363,6 +289,6 @@ def _fetch(
             )
         length = row.cum_len
         parts.append(row.token_ids_delta)
-        read.append((row.staging_key, _Node(length, row.generation_len, link)))
+        read.append((row.staging_key, Node(length, row.generation_len, link)))
     _check_tip(admission, read[-1][1])
     return join(parts, np.int32), read

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tokenplane.capture.active_call import code_of
 from tokenplane.capture.core import (
     RolloutTokenCapture,
     StagingSink,
-    code_of,
     failed_coords,
 )
 from tokenplane.capture.failures import FailureLog

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenplane.capture.linearize import LinearizedRollout
+from tokenplane.capture.linearized import LinearizedRollout
 from tokenplane.schemas.epochs import generation_versions
 from tokenplane.schemas.errors import InvalidRecordError
 from tokenplane.schemas.manifest import RolloutReceipt

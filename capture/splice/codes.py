@@ -12,6 +12,7 @@ class SpliceCode(StrEnum):
 
     # What the caller asks for
     BAD_PREFIX = "bad_prefix"
+    NO_ASSISTANT_TURN = "no_assistant_turn"
     NOTHING_NEW = "nothing_new"
     ASSISTANT_IN_NEW = "assistant_in_new"
     MARKER_COLLISION = "marker_collision"
@@ -48,6 +49,7 @@ class SpliceCode(StrEnum):
 
 EXPLANATIONS: dict[SpliceCode, str] = {
     SpliceCode.BAD_PREFIX: "The staged prefix is empty or the number of sampled ids exceeds it.",
+    SpliceCode.NO_ASSISTANT_TURN: "A continuation has no assistant turn in its messages.",
     SpliceCode.NOTHING_NEW: "The last turn has ended and no message follows it.",
     SpliceCode.ASSISTANT_IN_NEW: (
         "An assistant message that was never sampled stands after the last staged turn."

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.capture.rollouts import Call, RolloutMaker
-from tokenplane.capture.collector import Collector, RolloutOutcome
+from tokenplane.capture.collector import Collector
 from tokenplane.capture.token_stager import TQMegatronTokenStager
+from tokenplane.capture.training_rows import RolloutOutcome
 from tokenplane.schemas.errors import KeyConflictError, StoreUnavailableError
 from tokenplane.schemas.manifest import CallRecord, ManifestFailure, RolloutManifest
 from tokenplane.schemas.training_row import parse_training_row
@@ -17,9 +18,9 @@ from tokenplane.staging import StagingStore, TokenSink, TokenSource, open_store
 
 
 def record_of(call: Call) -> CallRecord:
-    values = call.coords.model_dump(exclude={"rollout_id", "disposition"})
-    mode = "text" if call.coords.parent_call_id is None else "token_in"
-    return CallRecord(**values, mode=mode, response_id=f"resp-{call.coords.model_call_id}")
+    values: Any = call.coords.model_dump(exclude={"rollout_id", "disposition"})
+    values["mode"] = "text" if call.coords.parent_call_id is None else "token_in"
+    return CallRecord(**values, response_id=f"resp-{call.coords.model_call_id}")
 
 
 class Rig:
@@ -158,3 +159,57 @@ def test_a_manifest_that_lies_about_a_row_is_caught() -> None:
     manifest = rig.manifest.model_copy(update={"records": [*rig.manifest.records[:2], lie]})
     [row] = rig.collector(manifest).finalize(rig.outcome)
     assert row.reason == "wrong_weight_version"
+
+
+def test_segments_give_each_sampled_token_one_loss_owner() -> None:
+    rig = Rig()
+    other_root = rig.maker.stage(carry=2, generate=3)[1]
+    other_leaf = rig.maker.stage(other_root, carry=1, generate=1)[1]
+    calls = (*rig.chain, rig.branch, other_root, other_leaf)
+    manifest = RolloutManifest(rollout_id="roll-1", records=[record_of(c) for c in calls])
+    rows = rig.collector(manifest, segments="roots").finalize(rig.outcome)
+    assert [row.row_id for row in rows] == ["roll-1", "roll-1#1"]
+    assert rows[1].token_ids.tolist() == other_leaf.tokens.tolist()
+    rows = rig.collector(manifest, segments="all").finalize(rig.outcome)
+    assert [row.row_id for row in rows] == ["roll-1", "roll-1#1", "roll-1#2"]
+    # The branch repeats the root call as context: its two sampled tokens belong to the first row.
+    assert rows[1].token_mask.tolist() == [0] * 10 + [1] * 4
+    assert rows[1].log_probs[:10].tolist() == [0.0] * 10
+    owned = sum(row.trainable_tokens for row in rows)
+    assert owned == sum(len(call.generated) for call in calls)
+
+
+def test_a_segment_with_an_ambiguous_end_is_no_guess() -> None:
+    rig = Rig()
+    root = rig.maker.stage()[1]
+    twins = [rig.maker.stage(root)[1] for _ in range(2)]
+    calls = (*rig.chain, root, *twins)
+    manifest = RolloutManifest(rollout_id="roll-1", records=[record_of(c) for c in calls])
+    [row] = rig.collector(manifest, segments="roots").finalize(rig.outcome)
+    assert row.reason == "ambiguous_terminal"
+
+
+def test_salvage_offers_the_verified_part_and_never_mixes() -> None:
+    rig = Rig()
+    rig.store.discard("staged", [rig.chain[2].key])
+    [row] = rig.collector(salvage=True).finalize(rig.outcome)
+    assert (row.salvaged, row.reason, row.row_id) == (True, "missing_row", "roll-1~salvaged")
+    assert row.token_ids.tolist() == rig.chain[1].tokens.tolist()
+    assert row.sample_mask == 1
+    rig.store.discard("staged", [rig.chain[0].key])
+    [lost] = rig.collector(salvage=True).finalize(rig.outcome)
+    assert (lost.salvaged, lost.sample_mask, lost.row_id) == (False, 0, "roll-1")
+
+
+def test_salvage_of_a_rollout_whose_last_call_failed() -> None:
+    rig = Rig()
+    failures = [ManifestFailure(model_call_id="z", reason="stage_failed")]
+    manifest = rig.manifest.model_copy(
+        update={"records": rig.manifest.records[:3], "failures": failures}
+    )
+    outcome = RolloutOutcome("roll-1", declared="resp-of-the-failed-call")
+    [strict] = rig.collector(manifest).finalize(outcome)
+    assert strict.sample_mask == 0
+    [row] = rig.collector(manifest, salvage=True).finalize(outcome)
+    assert row.token_ids.tolist() == rig.chain[-1].tokens.tolist()
+    assert row.reason == "declared_terminal_not_captured"

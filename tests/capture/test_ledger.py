@@ -147,6 +147,15 @@ def test_seeded_history_is_a_root_only_for_a_rollout_without_rows(server: Server
     assert server.serve([AGAIN, said("6"), USER], said("4"))[0].kind == "unproven"
 
 
+def test_a_declared_segment_is_a_root_where_no_parent_is_proven(server: Server) -> None:
+    server.serve([USER], said("4"))
+    compacted = [{"role": "user", "content": "summary"}, said("so far: 4"), AGAIN]
+    assert server.serve(compacted, said("6"))[0].kind == "unproven"
+    assert server.serve(compacted, said("6"), new_segment=True)[0].kind == "root"
+    known = [USER, said("4"), AGAIN]
+    assert server.serve(known, said("6"), new_segment=True)[0].kind == "match"
+
+
 def test_identical_replies_with_equal_tokens_are_interchangeable(server: Server) -> None:
     a, _ = server.serve([USER], said("4"), tokens=[1, 2])
     b, _ = server.serve([USER], said("4"), tokens=[1, 2])
@@ -177,7 +186,7 @@ def test_a_named_parent_must_exist_and_agree(server: Server) -> None:
 
 
 def test_a_repeat_is_recognised_by_its_key_and_body(server: Server) -> None:
-    keys = {"idempotency_key": "k", "request_digest": "ab" * 32}
+    keys: Any = {"idempotency_key": "k", "request_digest": "ab" * 32}
     first, _ = server.serve([USER], said("4"), **keys)
     again, _ = server.serve([USER], said("4"), **keys)
     assert again.kind == "repeat"

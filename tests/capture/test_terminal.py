@@ -48,7 +48,7 @@ CHAIN = [record("a"), record("b", "a", 15), record("c", "b", 20)]
 def test_declared_must_match_one_sequence() -> None:
     assert resolve_terminal(CHAIN, declared="resp-b").model_call_id == "b"
     assert resolve_terminal(CHAIN, declared="resp-x").reason == "declared_terminal_not_captured"
-    same = {"chain_hash": "a" * 64, "cumulative_hash": "b" * 64}
+    same: Any = {"chain_hash": "a" * 64, "cumulative_hash": "b" * 64}
     twins = [record(i, response_id="resp", **same) for i in ("z", "y")]
     assert resolve_terminal(twins, declared="resp").model_call_id == "y"
     others = [record(i, response_id="resp") for i in ("z", "y")]
@@ -80,6 +80,7 @@ def test_the_content_witness_reads_whole_and_trailing_output() -> None:
     assert resolve_terminal([whole], scored=scored).model_call_id == "c"
     old = rows[1].model_copy(update={"fingerprint_version": 1})
     assert resolve_terminal([rows[0], old], scored=scored).reason == "no_content_match"
+    odd: Any
     for odd in ({"output": "four"}, {"choices": []}, {"output": [3]}):
         choice = resolve_terminal(rows, scored=odd)
         assert (choice.model_call_id, choice.settled) == (None, False)

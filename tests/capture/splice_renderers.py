@@ -80,7 +80,7 @@ class TextRenderer:
     ) -> str:
         more: dict[str, Any] = {**self._names, **(template_kwargs or {})}
         if self._clock is not None:
-            more["strftime_now"] = lambda form: self._clock().strftime(form)  # type: ignore[misc]
+            more["strftime_now"] = lambda form: self._clock().strftime(form)
         text = self._compiled.render(
             messages=list(messages),
             tools=list(tools) if tools else None,

@@ -212,4 +212,4 @@ def test_salvage_of_a_rollout_whose_last_call_failed() -> None:
     assert strict.sample_mask == 0
     [row] = rig.collector(manifest, salvage=True).finalize(outcome)
     assert row.token_ids.tolist() == rig.chain[-1].tokens.tolist()
-    assert row.reason == "declared_terminal_not_captured"
+    assert row.reason == "stage_failed"

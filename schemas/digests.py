@@ -100,7 +100,13 @@ def pack_floats(values: Floats) -> NDArray[np.generic]:
 
 
 def extras_digest(extras: dict[str, Any] | None) -> str:
-    """SHA-256 hex over the typed encoding of ``extras``; ``None`` and ``{}`` differ."""
+    """SHA-256 hex over the typed encoding of ``extras``; ``None`` and ``{}`` differ.
+
+    Raises:
+        InvalidRecordError: neither an object nor None, or a value without an encoding.
+    """
+    if extras is not None and not isinstance(extras, dict):
+        raise InvalidRecordError("extras must be an object or null", got=type(extras).__name__)
     return hashlib.sha256(
         EXTRAS_TAG + bytes([EXTRAS_DIGEST_VERSION]) + encode_extra(extras)
     ).hexdigest()
@@ -214,8 +220,9 @@ def check_well_formed(
     Raises:
         InvalidRecordError: naming the first broken rule, what was expected and what came.
     """
-    if versions != (SCHEMA_VERSION, DIGEST_VERSION, EXTRAS_DIGEST_VERSION):
-        raise InvalidRecordError("unsupported versions", expected=(2, 2, 1), got=versions)
+    supported = (SCHEMA_VERSION, DIGEST_VERSION, EXTRAS_DIGEST_VERSION)
+    if versions != supported or set(map(type, versions)) != {int}:
+        raise InvalidRecordError("unsupported versions", expected=supported, got=versions)
     if not rollout_id or not model_call_id or parent_call_id == "":
         raise InvalidRecordError("rollout_id, model_call_id and parent_call_id must not be empty")
     if mode not in ("text", "token_in"):

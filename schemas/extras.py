@@ -18,10 +18,13 @@ def encode_extra(value: Any) -> bytes:
 
     Raises:
         InvalidRecordError: any other type (tuple, bytes, numpy, non-string key), an integer beyond
-            64 bits signed, or a float that is not finite.
+            64 bits signed, a float that is not finite, or nesting too deep for the interpreter.
     """
     out = bytearray()
-    _encode(value, out)
+    try:
+        _encode(value, out)
+    except RecursionError as exc:
+        raise InvalidRecordError("extras: nested too deeply") from exc
     return bytes(out)
 
 
@@ -72,11 +75,12 @@ def decode_extra(data: bytes) -> Any:
     """The value whose ``encode_extra`` is exactly ``data``.
 
     Raises:
-        InvalidRecordError: truncated, trailing or malformed bytes.
+        InvalidRecordError: truncated, trailing, malformed or non-canonical bytes (an unsorted or
+            repeated key, a boolean beyond 0 and 1, a float that is not finite).
     """
     try:
         value, end = _decode(data, 0)
-    except (struct.error, IndexError, UnicodeDecodeError) as exc:
+    except (struct.error, IndexError, UnicodeDecodeError, RecursionError) as exc:
         raise InvalidRecordError("extras: malformed encoding") from exc
     if end != len(data):
         raise InvalidRecordError("extras: trailing bytes", expected=end, got=len(data))
@@ -88,11 +92,16 @@ def _decode(data: bytes, at: int) -> tuple[Any, int]:
     if tag == b"N":
         return None, at
     if tag == b"B":
+        if data[at] > 1:
+            raise InvalidRecordError("extras: boolean byte", expected="0 or 1", got=data[at])
         return data[at] == 1, at + 1
     if tag == b"I":
         return struct.unpack_from(">q", data, at)[0], at + 8
     if tag == b"F":
-        return struct.unpack_from(">d", data, at)[0], at + 8
+        number = struct.unpack_from(">d", data, at)[0]
+        if not math.isfinite(number):
+            raise InvalidRecordError("extras: float must be finite", got=number)
+        return number, at + 8
     if tag == b"S":
         return _decode_text(data, at)
     if tag == b"L":
@@ -104,9 +113,14 @@ def _decode(data: bytes, at: int) -> tuple[Any, int]:
         return items, at
     if tag == b"D":
         count, at = struct.unpack_from(">Q", data, at)[0], at + 8
-        result = {}
+        result: dict[str, Any] = {}
+        previous: bytes | None = None
         for _ in range(count):
+            start = at + 8
             key, at = _decode_text(data, at)
+            if previous is not None and data[start:at] <= previous:
+                raise InvalidRecordError("extras: keys must ascend", got=key)
+            previous = data[start:at]
             result[key], at = _decode(data, at)
         return result, at
     raise InvalidRecordError("extras: unknown tag", got=tag)

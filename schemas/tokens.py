@@ -120,7 +120,10 @@ def to_mask(
     Raises:
         InvalidRecordError: an element is neither 0 nor 1.
     """
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as exc:  # ragged
+        raise InvalidRecordError(f"{name} must be one-dimensional numbers") from exc
     if array.ndim != 1 or (array.dtype.kind not in "iufb" and array.size):
         raise InvalidRecordError(f"{name} must be one-dimensional numbers", got=str(array.dtype))
     if array.dtype == np.uint8 and not array.flags.writeable and array.flags.c_contiguous:
@@ -133,10 +136,14 @@ def to_mask(
 
 
 def join[T: np.generic](parts: Sequence[NDArray[T]], dtype: type[T]) -> NDArray[T]:
-    """The parts as one read-only array; no copy when there is exactly one read-only part."""
+    """The parts as one read-only array; no copy when there is exactly one read-only part.
+
+    Raises:
+        TypeError: a part's dtype holds values that ``dtype`` may not.
+    """
     if len(parts) == 1 and parts[0].dtype == dtype and not parts[0].flags.writeable:
         return parts[0]
-    return frozen(np.concatenate([*parts, np.empty(0, dtype)]).astype(dtype, copy=False))
+    return frozen(np.concatenate([*parts, np.empty(0, dtype)], dtype=dtype, casting="safe"))
 
 
 def first_difference(left: Int32Array, right: Int32Array) -> int | None:

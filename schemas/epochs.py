@@ -10,12 +10,16 @@ input ``j`` was written under the last KV boundary with ``b <= j``.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenplane.schemas.errors import InvalidRecordError
+
+INT64_MAX = 2**63 - 1
+"""Both members of a boundary are int64 columns."""
 
 type Boundaries = tuple[tuple[int, int], ...]
 
@@ -31,16 +35,36 @@ def to_boundaries(
         InvalidRecordError: anything else.
     """
     result = []
-    for pair in pairs or ():
-        values = [int(x) for x in pair if not isinstance(x, bool) and int(x) == x]
-        if len(values) != 2 or len(pair) != 2 or min(values) < 0:
-            raise InvalidRecordError(f"{name}: (token_index, epoch) >= 0", got=repr(pair))
+    for pair in _iterable(pairs, name):
+        values = [_index(x) for x in pair] if isinstance(pair, (list, tuple)) else []
+        if len(values) != 2 or not 0 <= min(values) <= max(values) <= INT64_MAX:
+            raise InvalidRecordError(
+                f"{name}: (token_index, epoch), integers >= 0", got=repr(pair)[:80]
+            )
         result.append((values[0], values[1]))
     if result and result[0][0] != 0:
         raise InvalidRecordError(f"{name}: the first boundary must be at 0", got=result[0])
     if any(a[0] > b[0] for a, b in itertools.pairwise(result)):
         raise InvalidRecordError(f"{name}: token indices must not fall", got=repr(result))
     return tuple(result)
+
+
+def _iterable(pairs: object, name: str) -> Sequence[object]:
+    if pairs is None:
+        return ()
+    if not isinstance(pairs, (list, tuple)):
+        raise InvalidRecordError(f"{name} must be a list of pairs", got=type(pairs).__name__)
+    return pairs
+
+
+def _index(value: object) -> int:
+    """``value`` as an int, −1 for what is none (a boolean, a float, a string)."""
+    if isinstance(value, (bool, np.bool_)):
+        return -1
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return -1
 
 
 def generation_versions(policy: Boundaries, prompt_len: int, total_len: int) -> NDArray[np.int64]:

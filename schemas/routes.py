@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -47,10 +48,15 @@ def route_shape(envelope: str) -> tuple[str, tuple[int, int, int]]:
     if len(parts) != 4 or parts[0] != MAGIC or parts[1] not in _DTYPES:
         raise InvalidRecordError("not a routed-experts envelope", got=repr(envelope)[:80])
     sizes = parts[2].split("x")
-    if len(sizes) != 3 or not all(s.isascii() and s.isdigit() and int(s) > 0 for s in sizes):
+    if len(sizes) != 3 or not all(_is_size(s) for s in sizes):
         raise InvalidRecordError("envelope shape", expected="TxLxK, all positive", got=parts[2])
     t, layers, k = map(int, sizes)
     return parts[1], (t, layers, k)
+
+
+def _is_size(text: str) -> bool:
+    """A positive count that fits 63 bits (beyond, neither an array nor int() would take it)."""
+    return text.isascii() and text.isdigit() and len(text) <= 18 and int(text) > 0
 
 
 def decode_routes(envelope: str | list[Any]) -> NDArray[np.integer]:
@@ -66,7 +72,7 @@ def decode_routes(envelope: str | list[Any]) -> NDArray[np.integer]:
         body = base64.b64decode(envelope.split(":", 3)[3], validate=True)
     except (binascii.Error, ValueError) as exc:
         raise InvalidRecordError("envelope body is not base64") from exc
-    expected = int(np.prod(shape)) * np.dtype(_DTYPES[dtype]).itemsize
+    expected = math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
     if len(body) != expected:
         raise InvalidRecordError("envelope body length", expected=expected, got=len(body))
     return np.frombuffer(body, _DTYPES[dtype]).reshape(shape)

@@ -23,16 +23,22 @@ from tokenplane.schemas.errors import CorruptRowError
 
 MAGIC = b"TKPLROW1"
 HEADER_BYTES = 64
-_HEADER = struct.Struct("<8sQ32s16x")
+_HEADER = struct.Struct("<8sQ32s16s")
+_RESERVED = bytes(16)
 
 
 def encode_message(batch: pa.RecordBatch) -> bytes:
-    """The batch as one message. Equal batches of one schema give equal bytes."""
+    """The batch as one message.
+
+    The same values built the same way give equal bytes, and what ``decode_message`` returns encodes
+    to the same bytes again. A slice of a longer batch may not: Arrow leaves undefined bytes under a
+    null struct.
+    """
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     payload = sink.getvalue()
-    header = _HEADER.pack(MAGIC, payload.size, hashlib.sha256(payload).digest())
+    header = _HEADER.pack(MAGIC, payload.size, hashlib.sha256(payload).digest(), _RESERVED)
     return b"".join((header, payload))
 
 
@@ -55,8 +61,10 @@ def decode_message(
         raise CorruptRowError(
             "torn row message", expected="64-byte header", got=buffer.size, key=key
         )
-    magic, size, digest = _HEADER.unpack(buffer[:HEADER_BYTES].to_pybytes())
-    if magic != MAGIC or size != buffer.size - HEADER_BYTES:
+    magic, size, digest, reserved = _HEADER.unpack(buffer[:HEADER_BYTES].to_pybytes())
+    if magic != MAGIC or reserved != _RESERVED:
+        raise CorruptRowError("not a row message of this version", got=repr(magic), key=key)
+    if size != buffer.size - HEADER_BYTES:
         raise CorruptRowError(
             "torn row message", expected=f"{size} bytes", got=buffer.size - HEADER_BYTES, key=key
         )
@@ -65,9 +73,10 @@ def decode_message(
         raise CorruptRowError("row message fails its checksum", key=key)
     try:
         with pa.ipc.open_stream(payload) as reader:
-            batch = reader.read_next_batch()
+            batches = list(reader)
+        (batch,) = batches
         return batch if columns is None else batch.select(list(columns))
-    except (pa.ArrowInvalid, KeyError, StopIteration) as exc:
+    except (pa.ArrowInvalid, KeyError, OSError, ValueError) as exc:
         raise CorruptRowError("row message is not one readable batch", key=key) from exc
 
 

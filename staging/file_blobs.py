@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import time
 from collections.abc import Iterable
@@ -10,9 +9,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from tokenplane.schemas.errors import CorruptRowError, MissingRowError
+from tokenplane.schemas.errors import MissingRowError
 from tokenplane.staging.file_directory import BLOBS, TEMPORARY, sync_directory, write_file
 from tokenplane.staging.file_schema import Sql
+from tokenplane.staging.row_packing import check_blob
 from tokenplane.staging.store_types import Blob
 
 
@@ -65,10 +65,7 @@ class BlobFiles:
             data = self.path(sha256).read_bytes()
         except FileNotFoundError as exc:
             raise MissingRowError("no row refers to such a blob", key=sha256.hex()) from exc
-        actual = hashlib.sha256(data).digest()
-        if actual != sha256:
-            raise CorruptRowError("the blob fails its checksum", got=actual.hex(), key=sha256.hex())
-        return pa.py_buffer(data)
+        return check_blob(data, sha256)
 
     def unlink_unreferenced(self, db: Sql, shas: Iterable[bytes]) -> None:
         """Remove those of the files that no row refers to. ``db``: inside a write transaction."""

@@ -18,8 +18,9 @@ from tokenplane.schemas.errors import (
     StoreFullError,
 )
 from tokenplane.staging.claim_order import check_claim, choose_groups, group_value
-from tokenplane.staging.memory_state import MemoryState
+from tokenplane.staging.memory_state import MemoryState, Row
 from tokenplane.staging.row_packing import (
+    check_blob,
     check_found,
     check_keys,
     check_name,
@@ -113,7 +114,7 @@ class MemoryStore:
             content = self._state().blobs.get(sha256)
         if content is None:
             raise MissingRowError("no row refers to such a blob", key=sha256.hex())
-        return pa.py_buffer(content.data)
+        return check_blob(content.data, sha256)
 
     def discard(self, partition: str, keys: Sequence[str]) -> int:
         """See ``StagingStore.discard``."""
@@ -137,7 +138,15 @@ class MemoryStore:
         with self._changed:
             rows = self._state().partition(partition).rows
             found = [(key, row) for key, row in rows.items() if key.startswith(prefix)]
-        return ((key, row.unpack(partition, key, columns)) for key, row in found)
+        return self._unpacked(partition, found, columns)
+
+    def _unpacked(
+        self, partition: str, found: list[tuple[str, Row]], columns: Sequence[str] | None
+    ) -> Iterator[tuple[str, pa.RecordBatch]]:
+        for key, row in found:
+            with self._changed:
+                self._state()
+            yield key, row.unpack(partition, key, columns)
 
     def keys(self, partition: str, prefix: str = "") -> list[str]:
         """See ``StagingStore.keys``."""

@@ -171,6 +171,18 @@ def select_columns(
     return batch.select(list(columns))
 
 
+def check_blob(data: bytes, sha256: bytes) -> pa.Buffer:
+    """The content of a blob as read back.
+
+    Raises:
+        CorruptRowError: it has another hash.
+    """
+    actual = hashlib.sha256(data).digest()
+    if actual != sha256:
+        raise CorruptRowError("the blob fails its checksum", got=actual.hex(), key=sha256.hex())
+    return pa.py_buffer(data)
+
+
 def row_binding(partition: str, key: str, digest: bytes) -> bytes:
     """SHA-256 tying a message digest to the place where the message is stored."""
     name = partition.encode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -27,7 +27,7 @@ class CallRecord(DigestedModel):
     chain_hash: HexDigest
     cumulative_hash: HexDigest
     response_id: Id
-    admitted_at: float | None = None
+    admitted_at: Annotated[float, Field(strict=True)] | None = None
     output_fingerprint: HexDigest | None = None
     continuation_fingerprint: HexDigest | None = None
     fingerprint_version: UInt = 0
@@ -47,7 +47,7 @@ class CaptureLedgerCommit(WireModel):
 
     rollout_id: Id
     record: CallRecord
-    staging_chain: tuple[Id, ...]
+    staging_chain: tuple[Id, ...] = ()
     request_items: list[dict[str, Any]]
     response_items: list[dict[str, Any]]
 

@@ -181,7 +181,7 @@ StagedCallSnapshot = StagedCallRecord
 class StageResult(WireModel):
     """What a sink answers: the key it stored under, or an error."""
 
-    ok: Annotated[bool, Field(strict=True)]
+    ok: bool
     staging_key: Id | None = None
     error: str | None = None
 

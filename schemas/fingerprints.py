@@ -39,15 +39,21 @@ def canonical_arguments(value: Any) -> str:
     """Tool-call arguments so that equal calls compare equal: JSON with sorted keys.
 
     A string that is not JSON is only stripped.
+
+    Raises:
+        InvalidRecordError: JSON that has no canonical form (an integer beyond 64 bits, say).
     """
     if value is None:
         return ""
-    if isinstance(value, str):
-        try:
-            return canonical_json(json.loads(value))
-        except ValueError:
-            return value.strip()
-    return canonical_json(value)
+    if not isinstance(value, str):
+        return canonical_json(value)
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        return value.strip()
+    except RecursionError as exc:
+        raise InvalidRecordError("tool arguments are nested too deeply") from exc
+    return canonical_json(parsed)
 
 
 def content_parts(item: Item) -> list[tuple[str, str]]:
@@ -71,13 +77,13 @@ def content_parts(item: Item) -> list[tuple[str, str]]:
             continue
         if not isinstance(block, Mapping):
             raise InvalidRecordError("a content block must be an object", got=type(block).__name__)
-        kind = block.get("type") or ""
+        kind = str(block.get("type") or "")
         if kind in _SKIPPED_TYPES:
             continue
         if kind in _TEXT_TYPES and isinstance(block.get("text"), str):
             if block["text"]:
                 parts.append(("text", block["text"]))
-        elif kind and isinstance(kind, str):
+        elif kind:
             parts.append((kind, canonical_json(dict(block))))
         else:
             raise InvalidRecordError("a content block must have a type")
@@ -93,10 +99,16 @@ def _blocks(item: Item, kind: str) -> Iterable[Item]:
 
 
 def tool_calls(item: Item) -> list[tuple[str, str, str]]:
-    """(id, name, canonical arguments) of every tool call of one item, whatever its dialect."""
+    """(id, name, canonical arguments) of every tool call of one item, whatever its dialect.
+
+    A null name counts as the text ``None``: that is how the other side of the contract hashes it.
+
+    Raises:
+        InvalidRecordError: ``tool_calls`` is no list of objects, or arguments are no JSON.
+    """
     calls = []
     if item.get("type") == "function_call":
-        name = str(item.get("name") or "")
+        name = str(item.get("name", ""))
         if item.get("namespace"):
             name = f"{item['namespace']}__{name}"
         ident = item.get("call_id") or item.get("id") or ""
@@ -104,21 +116,34 @@ def tool_calls(item: Item) -> list[tuple[str, str, str]]:
     calls.extend(
         (
             str(block.get("id") or ""),
-            str(block.get("name") or ""),
+            str(block.get("name", "")),
             canonical_arguments(block.get("input")),
         )
         for block in _blocks(item, "tool_use")
     )
-    for call in item.get("tool_calls") or ():
-        function = call.get("function") or {}
+    listed = item.get("tool_calls") or ()
+    if not isinstance(listed, (list, tuple)):
+        raise InvalidRecordError("tool_calls must be a list", got=type(listed).__name__)
+    for entry in listed:
+        call = _object(entry, "a tool call")
+        function = _object(call.get("function"), "a tool call's function")
         calls.append(
             (
                 str(call.get("id") or ""),
-                str(function.get("name") or ""),
+                str(function.get("name", "")),
                 canonical_arguments(function.get("arguments")),
             )
         )
     return calls
+
+
+def _object(value: object, name: str) -> Item:
+    """``value`` as an object; anything falsy counts as an empty one."""
+    if not value:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InvalidRecordError(f"{name} must be an object", got=type(value).__name__)
+    return value
 
 
 def tool_results(item: Item) -> list[tuple[str, str]]:
@@ -127,7 +152,7 @@ def tool_results(item: Item) -> list[tuple[str, str]]:
     if item.get("type") == "function_call_output":
         ident = item.get("call_id") or item.get("id") or ""
         results.append((str(ident), _result_text(item.get("output"))))
-    if item.get("role") == "tool":
+    elif item.get("role") == "tool":
         results.append((str(item.get("tool_call_id") or ""), _result_text(item.get("content"))))
     for block in _blocks(item, "tool_result"):
         ident = block.get("tool_use_id") or block.get("id") or ""
@@ -159,6 +184,11 @@ class _Hasher:
         return self._state.hexdigest()
 
 
+def _check_item(item: object) -> None:
+    if not isinstance(item, Mapping):
+        raise InvalidRecordError("a message must be an object", got=type(item).__name__)
+
+
 def is_assistant(item: Item) -> bool:
     """True for what a model wrote: role ``assistant`` or a Responses ``function_call``."""
     return item.get("role") == "assistant" or item.get("type") == "function_call"
@@ -168,6 +198,7 @@ def assistant_fingerprint(items: Iterable[Item]) -> str:
     """Hash of the model-authored turns only; ``""`` when there is none. Reasoning never counts."""
     state, seen = _Hasher(ASSISTANT_TAG), False
     for item in items:
+        _check_item(item)
         if is_assistant(item):
             seen = True
             state.add_all(0, content_parts(item))
@@ -179,6 +210,7 @@ def conversation_digest(items: Iterable[Item]) -> str:
     """Hash of every turn: role, parts, tool calls and tool results."""
     state = _Hasher(CONTEXT_TAG)
     for item in items:
+        _check_item(item)
         _add_turn(state, item)
     return state.hexdigest()
 
@@ -193,8 +225,8 @@ def _add_turn(state: _Hasher, item: Item) -> None:
 def request_envelope(**settings: Any) -> list[Item]:
     """The pseudo item that stands before the messages for settings that shape the prompt.
 
-    Falsy settings are left out as Gym does for ``instructions`` and ``tools`` (CONTRACT section
-    10); nothing is added when all are falsy.
+    Nothing is added when all are falsy; otherwise every setting is written, falsy ones too, as Gym
+    does for ``instructions`` and ``tools`` (CONTRACT section 10).
     """
     if not any(settings.values()):
         return []

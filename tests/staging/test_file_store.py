@@ -15,6 +15,7 @@ from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store import StagingStore
 from tokenplane.staging.testing import SharedStoreContract
 from tokenplane.staging.testing_backend import StoreBackend
+from tokenplane.staging.testing_stateful import run_random_operations
 
 
 class FileBackend(StoreBackend):
@@ -70,3 +71,7 @@ class TestFileStore(SharedStoreContract):
     @pytest.fixture
     def backend(self, tmp_path: Path) -> StoreBackend:
         return FileBackend(tmp_path / "store")
+
+
+def test_random_operations(tmp_path: Path) -> None:
+    run_random_operations(FileBackend(tmp_path / "store"), reopens=True, max_examples=12)

@@ -14,6 +14,7 @@ from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store import StagingStore
 from tokenplane.staging.testing import StagingStoreContract
 from tokenplane.staging.testing_backend import StoreBackend, plain_row
+from tokenplane.staging.testing_stateful import run_random_operations
 
 
 class MemoryBackend(StoreBackend):
@@ -58,3 +59,7 @@ def test_every_memory_url_is_a_store_of_its_own() -> None:
     with open_store("memory:") as left, open_store("memory:") as right:
         left.put("p", "k", plain_row())
         assert right.partitions() == []
+
+
+def test_random_operations() -> None:
+    run_random_operations(MemoryBackend(), reopens=False)

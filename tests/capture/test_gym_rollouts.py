@@ -1,0 +1,135 @@
+"""Gym's rollouts file and manifest route: ids, outcomes, and each way to fail."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenplane.capture.gym_rollouts import GymManifests, read_outcomes, rollout_id_of, to_outcome
+from tokenplane.schemas.errors import (
+    ConfigError,
+    DeadlineError,
+    InvalidRecordError,
+    LedgerError,
+    StoreUnavailableError,
+    TokenplaneError,
+)
+
+
+def test_rollout_ids() -> None:
+    assert rollout_id_of({"_ng_task_index": 3, "_ng_rollout_index": 0}) == "3-0"
+    assert rollout_id_of({"_ng_task_index": 3, "_ng_rollout_index": 1, "_ng_attempt_index": 2}) == (
+        "3-1-a2"
+    )
+    assert rollout_id_of({"_ng_rollout_id": "x.1", "_ng_attempt_index": 0}) == "x.1"
+    with pytest.raises(InvalidRecordError):
+        rollout_id_of({"_ng_task_index": 3})
+    with pytest.raises(LedgerError):
+        rollout_id_of({"_ng_rollout_id": "../x"})
+
+
+def test_outcomes(tmp_path: Path) -> None:
+    record = {
+        "_ng_task_index": 1,
+        "_ng_rollout_index": 0,
+        "reward": 1,
+        "response": {"id": "resp-1", "output": []},
+    }
+    outcome = to_outcome(record)
+    assert (outcome.reward, outcome.group_id, outcome.response_id) == (1.0, "1", "resp-1")
+    assert to_outcome({"_ng_rollout_id": "a"}).scored is None
+    with pytest.raises(InvalidRecordError):
+        to_outcome({**record, "reward": "high"})
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(json.dumps(record) + "\n\n" + json.dumps(record) + "\n")
+    assert len(list(read_outcomes(path))) == 2
+    path.write_text(json.dumps(record) + "\nnot json\n")
+    with pytest.raises(InvalidRecordError) as caught:
+        list(read_outcomes(path))
+    assert caught.value.key == "rollouts.jsonl:2"
+    with pytest.raises(ConfigError):
+        list(read_outcomes(tmp_path / "nothing"))
+
+
+class Gym(BaseHTTPRequestHandler):
+    """A control route that answers what ``answers`` holds, and remembers what it was asked."""
+
+    answers: Any = None
+    seen: Any = None
+
+    def do_GET(self) -> None:
+        type(self).seen.append((self.path, self.headers["Authorization"]))
+        status, body, delay = type(self).answers
+        delay.wait(5)
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+NOW = threading.Event()
+NOW.set()
+
+
+@pytest.fixture
+def gym() -> Iterator[Any]:
+    Gym.seen = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Gym)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_manifest_is_asked_for_with_the_secret(gym: Any) -> None:
+    Gym.answers = (200, json.dumps({"rollout_id": "0-1"}), NOW)
+    with GymManifests(f"http://127.0.0.1:{gym.server_port}/", "secret") as manifests:
+        assert manifests.manifest("0-1").records == []
+    assert Gym.seen == [("/training-token-capture/control/rollouts/0-1/manifest", "Bearer secret")]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error"),
+    [
+        (401, "{}", ConfigError),
+        (404, "{}", ConfigError),
+        (500, "{}", StoreUnavailableError),
+        (200, "not json", InvalidRecordError),
+        (200, '{"rollout_id": "other"}', InvalidRecordError),
+        (200, '{"rollout_id": "0-1", "extra": 1}', InvalidRecordError),
+    ],
+)
+def test_each_bad_answer_is_its_own_error(
+    gym: Any, status: int, body: str, error: type[TokenplaneError]
+) -> None:
+    Gym.answers = (status, body, NOW)
+    with (
+        GymManifests(f"http://127.0.0.1:{gym.server_port}", "s") as manifests,
+        pytest.raises(error),
+    ):
+        manifests.manifest("0-1")
+
+
+def test_a_silent_server_meets_the_deadline(gym: Any) -> None:
+    later = threading.Event()
+    Gym.answers = (200, "{}", later)
+    with GymManifests(f"http://127.0.0.1:{gym.server_port}", "s", timeout_s=0.2) as manifests:
+        with pytest.raises(DeadlineError):
+            manifests.manifest("0-1")
+        later.set()
+    with (
+        GymManifests("http://127.0.0.1:9", "s") as manifests,
+        pytest.raises(StoreUnavailableError),
+    ):
+        manifests.manifest("0-1")

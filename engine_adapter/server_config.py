@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from tokenplane.schemas.errors import ConfigError
 class ServerConfig(BaseModel):
     """What ``tokenplane serve`` runs with; a flag or a key of the configuration file each."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     model: str = "smollm2"
     """What to load: see ``model_source.MODEL_SPECS``."""
@@ -26,6 +27,7 @@ class ServerConfig(BaseModel):
     store: str = "memory:"
     """URL of the staging store."""
     host: str = "127.0.0.1"
+    """Address to bind; other hosts need a control token."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 takes a free one; the ready line names it."""
     weight_version: int = Field(default=0, ge=0)
@@ -38,13 +40,17 @@ class ServerConfig(BaseModel):
     """Serve ``/admin/perturb_weights``, which changes the model for demonstrations."""
 
     tool_parser: ParserName = "auto"
+    """How this model writes tool calls; auto looks at its chat template."""
     split_reasoning: bool = False
     """Serve thoughts as ``reasoning_content`` instead of within the content."""
     temperature: float | None = Field(default=None, ge=0)
+    """Of requests that name none; None takes the model's generation config. Likewise:"""
     top_p: float | None = Field(default=None, gt=0, le=1)
+    """1 keeps all."""
     top_k: int | None = Field(default=None, ge=-1)
-    """Sampling of requests that say nothing; None takes the model's generation config."""
+    """0 keeps all."""
     logprobs_mode: Literal["raw", "processed"] = "raw"
+    """Of which distribution log-probabilities are: the model's, or the one sampled from."""
     max_answer_tokens: int | None = Field(default=None, ge=1)
     """Token limit of requests that name none; None lets an answer fill the context."""
     max_sequence_length: int | None = Field(default=None, ge=2)
@@ -53,15 +59,19 @@ class ServerConfig(BaseModel):
     """Computed together; more wait in order."""
 
     request_timeout_s: float = Field(default=600.0, gt=0)
+    """For one answer, waiting for the engine included."""
     control_timeout_s: float = Field(default=30.0, gt=0)
+    """For one control call."""
     drain_timeout_s: float = Field(default=30.0, gt=0)
     """How long a stopping server lets running calls finish."""
     max_body_bytes: int = Field(default=32 * 2**20, ge=1024)
+    """Larger requests get 413."""
     max_in_flight: int = Field(default=1024, ge=1)
     """Model calls at once; further ones get 503."""
     threads: int = Field(default=16, ge=1)
     """Of the pool that renders, resolves and stages."""
     prefix_cache_bytes: int = Field(default=256 * 2**20, ge=0)
+    """Memory for resolved prefixes."""
     cache_dir: Path | None = None
     """Where converted models are kept; None takes the user's cache folder."""
 
@@ -121,3 +131,8 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def shown_url(url: str) -> str:
+    """A store URL without the user and password that it may hold."""
+    return re.sub(r"//[^/@]*@", "//***@", url)

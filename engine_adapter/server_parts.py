@@ -20,7 +20,7 @@ from tokenplane.engine_adapter.engine import Engine
 from tokenplane.engine_adapter.metrics import ServerMetrics
 from tokenplane.engine_adapter.openai_answers import AnswerBuilder
 from tokenplane.engine_adapter.openai_sampling import SamplingDefaults, parse_defaults
-from tokenplane.engine_adapter.server_config import ServerConfig
+from tokenplane.engine_adapter.server_config import ServerConfig, shown_url
 from tokenplane.engine_adapter.tool_calls import open_parser
 from tokenplane.schemas.errors import StoreError
 from tokenplane.schemas.staged_row import STAGED_PARTITION
@@ -170,7 +170,11 @@ def read_status(parts: ServerParts) -> dict[str, Any]:
         "weight_version": engine.weight_version(),
         "engine_stats": dataclasses.asdict(engine.stats()),
         "prefix_cache": dataclasses.asdict(parts.resolver.stats()),
-        "store": {"url": parts.store.url, "durable": parts.store.durable, "staged": held},
+        "store": {
+            "url": shown_url(parts.store.url),
+            "durable": parts.store.durable,
+            "staged": held,
+        },
         "staged_calls": parts.stager.staged_count,
         "epoch_spanning_calls": parts.stager.epoch_span_count,
         "capture_failures": parts.failures.counts(),

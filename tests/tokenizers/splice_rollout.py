@@ -23,6 +23,7 @@ TERMINATORS = {
     "smollm2": ["<|im_end|>", "<|endoftext|>"],
     "qwen3": ["<|im_end|>", "<|endoftext|>"],
     "llama3.1": ["<|eot_id|>", "<|end_of_text|>"],
+    "llama3.1+tools": ["<|eot_id|>", "<|end_of_text|>"],
 }
 """What each model stops on; the first is what its template prints."""
 
@@ -160,8 +161,7 @@ class Rollout:
         # The answer ends with its tag: from there to the suffix stands at most its terminator.
         inserted = "terminator_inserted" in result.notes
         end = "" if inserted else TERMINATORS[self.name][0]
-        behind = before[before.rindex(own_tag) + len(own_tag) :]
-        assert behind.endswith(end) if called else behind == end
+        assert before.endswith(end if called else own_tag + end)
         if inserted:
             assert int(suffix[0]) == self.terminator("template")
 

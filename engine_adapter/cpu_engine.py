@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -55,6 +56,7 @@ class MegatronCpuEngine:
         max_step_tokens: int = 512,
         max_kv_bytes: int = 2 << 30,
         max_sequence_length: int | None = None,
+        num_threads: int | None = None,
     ) -> None:
         """Starts the thread.
 
@@ -62,7 +64,9 @@ class MegatronCpuEngine:
         ``max_live_requests``: computed together; more wait in order. ``max_step_tokens``: columns
         of one forward, so the longest wait of a decoding request for another's prefill.
         ``max_kv_bytes``: a request starts once all that it may ever need fits.
-        ``max_sequence_length`` may lower the model's own.
+        ``max_sequence_length`` may lower the model's own. ``num_threads``: cores for one forward,
+        by default half of them: server, stores and clients need the rest, and a forward whose
+        threads wait for a busy core is many times slower than one with fewer threads.
 
         Raises: ConfigError.
         """
@@ -80,6 +84,10 @@ class MegatronCpuEngine:
                 expected=f"1 to max_step_tokens ({max_step_tokens})",
                 got=max_live_requests,
             )
+        if num_threads is None:
+            num_threads = max(1, (os.cpu_count() or 1) // 2)
+        if num_threads < 1:
+            raise ConfigError("num_threads is out of range", expected=">= 1", got=num_threads)
         max_kv_tokens = max_kv_bytes // _kv_bytes_per_token(model)
         if max_kv_tokens < info.max_sequence_length:
             raise ConfigError(
@@ -97,6 +105,7 @@ class MegatronCpuEngine:
             max_live_requests=max_live_requests,
             max_step_tokens=max_step_tokens,
             max_kv_tokens=max_kv_tokens,
+            num_threads=num_threads,
         )
         self._loop.start()
 

@@ -51,6 +51,7 @@ class EngineLoop:
         max_live_requests: int,
         max_step_tokens: int,
         max_kv_tokens: int,
+        num_threads: int,
     ) -> None:
         self.model = model
         self._forward = StepForward(model)
@@ -59,6 +60,7 @@ class EngineLoop:
         self._max_live = max_live_requests
         self._max_step_tokens = max_step_tokens
         self._max_kv_tokens = max_kv_tokens
+        self._num_threads = num_threads
         self.version: int | None = None
         self.state = EngineState.RUNNING
         self.stats = EngineStats()
@@ -116,6 +118,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            torch.set_num_threads(self._num_threads)
             while self.state is not EngineState.CLOSED:
                 self._run_commands()
                 self._sweep_cancelled()

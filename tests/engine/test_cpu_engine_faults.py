@@ -200,6 +200,7 @@ class TestFaults(TinyEngines, EngineSuite):
             {"max_live_requests": 0},
             {"max_live_requests": 9, "max_step_tokens": 8},
             {"max_kv_bytes": 1000},
+            {"num_threads": 0},
         ],
     )
     def test_limits_that_cannot_work_are_refused(self, limits: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""``tokenplane bench splice``: what a splice costs beside one full encode, cold and warm."""
+"""What a splice costs beside one full encode, cold and warm (``python -m`` this module)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         renderer = open_renderer(options.tokenizer)
     except ConfigError as error:
-        print(f"bench splice: {error}", file=sys.stderr)
+        print(f"bench_splice: {error}", file=sys.stderr)
         return 2
     costs = [measure(renderer, rounds, options.repeat) for rounds in options.rounds]
     if options.json:
@@ -107,7 +107,7 @@ def measure(renderer: TokenizerChatRenderer, rounds: int, repeat: int) -> Splice
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="tokenplane bench splice",
+        prog="python -m tokenplane.tools.bench_splice",
         description="Time the splice on conversations of growing length.",
     )
     parser.add_argument("tokenizer", help="folder with tokenizer.json and a chat template")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -399,3 +400,6 @@ def test_every_code_is_explained_in_one_sentence() -> None:
     for sentence in EXPLANATIONS.values():
         assert sentence.endswith(".")
         assert ". " not in sentence
+    page = (Path(__file__).resolve().parents[2] / "docs" / "splice.md").read_text()
+    for code, sentence in EXPLANATIONS.items():
+        assert f"| `{code}` | {sentence} |" in page

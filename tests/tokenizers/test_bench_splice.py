@@ -1,4 +1,4 @@
-"""``tokenplane bench splice`` measures real splices."""
+"""``bench_splice`` measures real splices."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -89,11 +89,45 @@ def one_row(schema: pa.Schema, values: Mapping[str, Any]) -> pa.RecordBatch:
                 arrays.append(pa.ListArray.from_arrays(offsets, items, type=field.type))
             else:
                 arrays.append(pa.array([value], type=field.type))
-        except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, AttributeError) as exc:
+                if isinstance(value, (list, tuple, dict)):
+                    find = _null_finder(field.type)
+                    if find is not None and find(value):
+                        raise SchemaMismatchError("null inside the column", key=field.name)
+        except (
+            *(pa.ArrowInvalid, pa.ArrowTypeError, TypeError, AttributeError),
+            *(OverflowError, UnicodeEncodeError),
+        ) as exc:
             raise SchemaMismatchError(
                 f"column {field.name}", expected=field.type, got=repr(value)[:120]
             ) from exc
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+@cache
+def _null_finder(kind: pa.DataType) -> Callable[[Any], bool] | None:
+    """Tells of a Python value for ``kind`` if an item or member that must not be null is.
+
+    Arrow itself takes such a value. None where there is nothing to look at.
+    """
+    if pa.types.is_list(kind):
+        required = not kind.value_field.nullable
+        inner = _null_finder(kind.value_type)
+
+        def in_list(value: Any) -> bool:
+            return any(required if x is None else inner is not None and inner(x) for x in value)
+
+        return in_list
+    if pa.types.is_struct(kind):
+        members = [(field.name, not field.nullable, _null_finder(field.type)) for field in kind]
+
+        def in_struct(value: Any) -> bool:
+            return any(
+                required if (x := value.get(name)) is None else find is not None and find(x)
+                for name, required, find in members
+            )
+
+        return in_struct
+    return None
 
 
 @cache
@@ -118,7 +152,8 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
     Raises:
         UnsupportedSchemaError: another schema, or a newer version.
-        SchemaMismatchError: a column that may not be null is missing, or a type differs.
+        SchemaMismatchError: a column that may not be null is missing or holds a null, or a
+            type differs.
     """
     name, version = schema_identity(batch.schema)
     want_name, want_version = schema_identity(schema)
@@ -127,6 +162,10 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
             "schema", expected=f"{want_name} <= {want_version}", got=f"{name} {version}"
         )
     if batch.schema.equals(schema, check_metadata=False):
+        columns = batch.columns
+        for at in _required_columns(schema.metadata[SCHEMA_FINGERPRINT_KEY], schema):
+            if columns[at].null_count:
+                raise _null_in(schema.field(at))
         return batch.replace_schema_metadata(schema.metadata)
     arrays = []
     for field in schema:
@@ -139,6 +178,22 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
             raise SchemaMismatchError(
                 f"column {field.name}", expected=field.type, got=batch.schema.field(at).type
             )
+        elif not field.nullable and batch.column(at).null_count:
+            raise _null_in(field)
         else:
             arrays.append(batch.column(at))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _null_in(field: pa.Field) -> SchemaMismatchError:
+    return SchemaMismatchError("null in a column that must not be null", key=field.name)
+
+
+_REQUIRED: dict[bytes, tuple[int, ...]] = {}
+
+
+def _required_columns(fingerprint: bytes, schema: pa.Schema) -> tuple[int, ...]:
+    """Positions of the columns without nulls, looked up once per schema: rows are many."""
+    if fingerprint not in _REQUIRED:
+        _REQUIRED[fingerprint] = tuple(i for i, f in enumerate(schema) if not f.nullable)
+    return _REQUIRED[fingerprint]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from tokenplane.schemas.columns import Column, conform, one_row, render_schema
+from tokenplane.schemas.errors import CorruptRowError
 
 FAILURE_ROW_VERSION = 1
 FAILURE_PARTITION = "failures"
@@ -42,5 +43,8 @@ def parse_failure_row(batch: pa.RecordBatch) -> FailureRow:
 
     Raises:
         UnsupportedSchemaError: another or a newer schema.
+        CorruptRowError: not one row.
     """
+    if batch.num_rows != 1:
+        raise CorruptRowError("a failure row message holds one row", got=batch.num_rows)
     return FailureRow(**conform(batch, FAILURE_ROW_SCHEMA).to_pylist()[0])

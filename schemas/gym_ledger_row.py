@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from tokenplane.schemas.columns import Column, conform, int_list, one_row, render_schema
+from tokenplane.schemas.errors import CorruptRowError
 
 GYM_LEDGER_ROW_VERSION = 1
 GYM_LEDGER_PARTITION = "gym_ledger"
@@ -53,7 +54,10 @@ def parse_gym_ledger_row(batch: pa.RecordBatch) -> GymLedgerRow:
 
     Raises:
         UnsupportedSchemaError: another or a newer schema.
+        CorruptRowError: not one row.
     """
+    if batch.num_rows != 1:
+        raise CorruptRowError("a ledger row message holds one row", got=batch.num_rows)
     values = conform(batch, GYM_LEDGER_ROW_SCHEMA).to_pylist()[0]
     if values["staging_chain"] is not None:
         values["staging_chain"] = tuple(values["staging_chain"])

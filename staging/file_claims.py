@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from tokenplane.schemas.errors import StoreUnavailableError
 from tokenplane.staging.claim_order import choose_groups, group_value
 from tokenplane.staging.file_database import Database
 from tokenplane.staging.file_rows import read_by_seq, to_json
@@ -16,6 +17,7 @@ from tokenplane.staging.row_packing import select_columns
 from tokenplane.staging.store_types import Claimed
 
 CACHED_GROUPS: Final = 65536
+CLAIM_TRIES: Final = 100
 
 # All rows up to a consumer's watermark are acknowledged: claiming never walks over them again.
 _PENDING = """
@@ -74,11 +76,15 @@ class Claims:
     ) -> list[Claimed]:
         """Lease rows and read them."""
         self._introduce(partition, consumer)
-        while True:
+        for _ in range(CLAIM_TRIES):
             groups = self._choose(partition, consumer, max_rows, column)
             leased = self._lease(partition, consumer, groups, lease_s) if groups else []
-            if leased or not groups:  # otherwise other claims took them all: choose again
-                break
+            if leased or not groups:
+                return self._read(partition, leased)
+            # Other claims took them all since: choose again.
+        raise StoreUnavailableError("other claims were always quicker", key=partition)
+
+    def _read(self, partition: str, leased: list[_Lease]) -> list[Claimed]:
         claimed = []
         try:
             with self._database.read() as db:

@@ -36,6 +36,8 @@ def file_errors(db: Sql | None = None, *, key: str | None = None) -> Iterator[No
         yield
     except (apsw.Error, OSError) as exc:
         raise to_store_error(exc, db, key=key) from exc
+    except UnicodeDecodeError as exc:
+        raise CorruptRowError("the database holds text that is none", got=exc, key=key) from exc
 
 
 def to_store_error(

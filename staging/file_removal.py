@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from tokenplane.schemas.errors import StoreFullError
 from tokenplane.staging.file_blobs import BlobFiles
 from tokenplane.staging.file_database import Database
 from tokenplane.staging.file_errors import file_errors
@@ -170,11 +171,15 @@ class Removal:
 
     def _shrink(self) -> None:
         """Give freed pages back to the file system, a few at a time."""
-        while True:
-            with self._database.write_lock, self._database.autocommit() as db:
-                if not db.pragma("freelist_count"):
-                    return
-                db.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
+        try:
+            while True:
+                with self._database.write_lock, self._database.autocommit() as db:
+                    if not db.pragma("freelist_count"):
+                        return
+                    db.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
+        except StoreFullError:
+            # Moving pages needs room as well; free ones stay in the file for rows to come.
+            return
 
 
 def _partition_ids(db: Sql, policy: RetentionPolicy) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 import apsw
 import orjson
@@ -23,6 +23,7 @@ FROM json_each(?1) AS j
 CROSS JOIN rows AS r INDEXED BY rows_key
 WHERE r.partition_id = (SELECT id FROM partitions WHERE name = ?2) AND r.key = j.value
 """
+SNAPSHOT_TRIES: Final = 3
 _BY_SEQ = "SELECT key, seq, chunk_id, binding, message FROM rows WHERE seq=?"
 
 
@@ -135,14 +136,18 @@ class Scan(Iterator[tuple[str, pa.RecordBatch]]):
         self._db = db = database.take_reader()
         try:
             with file_errors(db):
-                while True:
+                for left in reversed(range(SNAPSHOT_TRIES)):
                     db.execute("BEGIN")
                     self._seqs = iter(list_seqs(db, partition, prefix))
                     try:
                         self._files = sealed.open_files(db, partition)
                         break
-                    except FileNotFoundError:
+                    except FileNotFoundError as exc:
                         # The partition was emptied after this snapshot: take a newer one.
+                        if not left:
+                            raise CorruptRowError(
+                                "a sealed file is gone", got=exc.filename, key=partition
+                            ) from exc
                         db.execute("ROLLBACK")
         except BaseException:
             self.close()

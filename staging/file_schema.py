@@ -135,6 +135,7 @@ def create_database(root: Path, synchronous: str) -> None:
     with open_lock(root):
         db = apsw.Connection(str(root / DATABASE_FILE), flags=flags)
         try:
+            db.set_busy_timeout(BUSY_MS)
             # The very first statement: after any other, the file never shrinks.
             db.execute("PRAGMA auto_vacuum=incremental")
             _prepared(db, synchronous)

@@ -95,7 +95,8 @@ class Claims:
                             Claimed(*found, lease.lease_id, lease.attempt, lease.expires_at_s)
                         )
         except BaseException:
-            self._give_back(leased[0].lease_id)
+            if leased:
+                self._give_back(leased[0].lease_id)
             raise
         return claimed
 

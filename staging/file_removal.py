@@ -13,7 +13,7 @@ from tokenplane.staging.file_blobs import BlobFiles
 from tokenplane.staging.file_database import Database
 from tokenplane.staging.file_errors import file_errors
 from tokenplane.staging.file_rows import key_range, to_json
-from tokenplane.staging.file_schema import STORE_ROW, Sql
+from tokenplane.staging.file_schema import STORE_ROW, Sql, only_row
 from tokenplane.staging.file_sealed import SealedFiles
 from tokenplane.staging.store_types import RetentionPolicy, SweepReport
 
@@ -105,7 +105,8 @@ class Removal:
                 self._sealed.unlink([path.name for path in strays])
             self._shrink()
         with self._database.read() as db:
-            (left,) = db.execute("SELECT bytes FROM partitions WHERE id=?", (STORE_ROW,)).fetchone()
+            query = "SELECT bytes FROM partitions WHERE id=?"
+            (left,) = only_row(db.execute(query, (STORE_ROW,)))
         if dry_run:
             left -= plan.nbytes + sum(plan.blobs.values())
         return SweepReport(
@@ -226,7 +227,8 @@ def _plan(db: Sql, policy: RetentionPolicy, now: float) -> tuple[_Removed, int, 
                 for (sha,) in db.execute("SELECT sha256 FROM blob_refs WHERE seq=?", (seq,)):
                     lost[sha] = lost.get(sha, 0) + 1
     for sha, count in lost.items():
-        size, refs = db.execute("SELECT bytes, refs FROM blobs WHERE sha256=?", (sha,)).fetchone()
+        query = "SELECT bytes, refs FROM blobs WHERE sha256=?"
+        size, refs = only_row(db.execute(query, (sha,)))
         if refs == count:
             plan.blobs[sha] = size
     return plan, kept_leased, kept_backlog

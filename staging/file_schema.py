@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 import apsw
 
-from tokenplane.schemas.errors import UnsupportedStoreError
+from tokenplane.schemas.errors import CorruptRowError, UnsupportedStoreError
 from tokenplane.staging.file_directory import DATABASE_FILE, FORMAT_VERSION, open_lock
 
 MIN_SQLITE: Final = (3, 51, 3)
@@ -97,6 +97,18 @@ class Sql(Protocol):
     def execute(self, statements: str, bindings: Any = None) -> Any: ...
 
     def pragma(self, name: str) -> Any: ...
+
+
+def only_row(cursor: Any) -> Any:
+    """The row of a statement that always has one in an undamaged database.
+
+    Raises:
+        CorruptRowError: it has none.
+    """
+    row = cursor.fetchone()
+    if row is None:
+        raise CorruptRowError("the database lacks a row that must be there")
+    return row
 
 
 def check_sqlite_version(version: str | None = None) -> None:

@@ -11,7 +11,7 @@ from tokenplane.schemas.errors import CorruptRowError, MissingRowError
 from tokenplane.staging.file_database import Database
 from tokenplane.staging.file_errors import file_errors
 from tokenplane.staging.file_rows import list_seqs, read_by_seq, to_json
-from tokenplane.staging.file_schema import Sql
+from tokenplane.staging.file_schema import Sql, only_row
 from tokenplane.staging.file_sealed import SealedFiles, WrittenFile
 
 SEALING: Final = 1
@@ -58,7 +58,8 @@ class Sealing:
 
 def _place(db: Sql, partition_id: int, files: list[WrittenFile]) -> bool:
     """Make written files known and drop the rows' messages; False if another process was first."""
-    (state,) = db.execute("SELECT sealed FROM partitions WHERE id=?", (partition_id,)).fetchone()
+    query = "SELECT sealed FROM partitions WHERE id=?"
+    (state,) = only_row(db.execute(query, (partition_id,)))
     if state != SEALING:
         return False
     for file in files:

@@ -18,7 +18,7 @@ from tokenplane.schemas.errors import (
 from tokenplane.staging.file_blobs import BlobFiles
 from tokenplane.staging.file_database import Database
 from tokenplane.staging.file_errors import to_store_error
-from tokenplane.staging.file_schema import STORE_ROW, Sql
+from tokenplane.staging.file_schema import STORE_ROW, Sql, only_row
 from tokenplane.staging.row_packing import PackedRow
 from tokenplane.staging.store_types import Blob
 
@@ -159,9 +159,8 @@ class GroupWriter:
                 job.done = True
 
     def _apply(self, db: Sql, jobs: list[_Put]) -> None:
-        last_seq, stored = db.execute(
-            "SELECT last_seq, bytes FROM partitions WHERE id=?", (STORE_ROW,)
-        ).fetchone()
+        query = "SELECT last_seq, bytes FROM partitions WHERE id=?"
+        last_seq, stored = only_row(db.execute(query, (STORE_ROW,)))
         totals = _Totals(last_seq, stored)
         for job in jobs:
             try:

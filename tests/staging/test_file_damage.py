@@ -152,3 +152,21 @@ def test_a_row_moved_to_another_partition_is_noticed(filled: Path, tmp_path: Pat
     db.close()
     with FileStore(root) as store, pytest.raises(CorruptRowError):
         store.get("p", ["other"])
+
+
+def test_a_damaged_row_is_claimed_by_name_and_can_be_passed_over(
+    filled: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "store"
+    shutil.copytree(filled, root)
+    db = apsw.Connection(str(root / "rows.sqlite"))
+    db.execute("UPDATE rows SET message=zeroblob(100) WHERE key='k/5' AND message IS NOT NULL")
+    db.close()
+    with FileStore(root) as store:
+        with pytest.raises(CorruptRowError) as caught:
+            store.claim("p", "d", max_rows=8, lease_s=60)
+        assert caught.value.key == "k/5"
+        assert store.stats("p").leased["d"] == 0  # nothing stays leased to a claim that failed
+        store.ack("p", "d", ["k/5"])
+        keys = [claim.key for claim in store.claim("p", "d", max_rows=6, lease_s=60)]
+        assert keys == ["k/0", "k/1", "k/2", "k/3", "k/4", "k/6"]

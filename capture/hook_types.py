@@ -90,7 +90,7 @@ class PreparedPrefix:
 
     prefix: ResolvedPrefix
     notes: tuple[str, ...] = ()
-    """What the splice had to do, e.g. ``terminator_added``."""
+    """What the splice had to do, e.g. ``terminator_inserted``."""
     resolve_s: float = 0.0
     splice_s: float = 0.0
 

@@ -78,6 +78,8 @@ def pack_ids(ids: Ids) -> NDArray[np.generic]:
             packed[:, 1] = ids.view(np.uint32).byteswap() if _LITTLE else ids.view(np.uint32)
             return packed
         return ids.astype(">u8")
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
+        raise InvalidRecordError("token ids must be a sequence", got=type(ids).__name__)
     if not set(map(type, ids)) <= {int}:
         bad = next(x for x in ids if type(x) is not int)
         raise InvalidRecordError("token ids must be true integers", got=repr(bad))
@@ -121,18 +123,20 @@ def cumulative_hash(*parts: Ids) -> str:
     The token count comes first, so the state cannot be carried from a parent to its child:
     8 bytes per token of the full sequence are hashed on every call (CONTRACT pitfall 11).
     """
+    packed = [pack_ids(part) for part in parts]
     state = hashlib.sha256(SEQUENCE_TAG)
-    state.update(u64(sum(len(part) for part in parts)))
-    for part in parts:
-        state.update(pack_ids(part).data)
+    state.update(u64(sum(map(len, packed))))
+    for part in packed:
+        state.update(part.data)
     return state.hexdigest()
 
 
 def chain_hash(parent: str | None, token_ids_delta: Ids) -> str:
     """SHA-256 hex linking a call's token delta to its parent's ``chain_hash`` (None for a root)."""
     link = b"\x00" if parent is None else b"\x01" + hex32(parent)
-    state = hashlib.sha256(CHAIN_TAG + link + u64(len(token_ids_delta)))
-    state.update(pack_ids(token_ids_delta).data)
+    packed = pack_ids(token_ids_delta)
+    state = hashlib.sha256(CHAIN_TAG + link + u64(len(packed)))
+    state.update(packed.data)
     return state.hexdigest()
 
 
@@ -163,6 +167,14 @@ def staging_digest(
     Raises:
         InvalidRecordError: the call is not well formed; the message names the first broken rule.
     """
+    mask = token_mask_delta
+    if isinstance(mask, np.ndarray) and mask.dtype == np.uint8:
+        mask = mask.astype(np.float32)
+    columns = (
+        pack_ids(token_ids_delta),
+        pack_floats(mask),
+        pack_floats(generation_log_probs_delta),
+    )
     check_well_formed(
         rollout_id=rollout_id,
         model_call_id=model_call_id,
@@ -172,7 +184,7 @@ def staging_digest(
         delta_len=delta_len,
         cum_len=cum_len,
         versions=(schema_version, digest_version, extras_digest_version),
-        columns=(token_ids_delta, token_mask_delta, generation_log_probs_delta),
+        columns=(columns[0], np.asarray(mask), np.asarray(generation_log_probs_delta)),
     )
     parent = b"\x00" if parent_call_id is None else b"\x01" + text(parent_call_id)
     state = hashlib.sha256(
@@ -187,14 +199,7 @@ def staging_digest(
         + u64(cum_len)
         + u64(weight_version)
     )
-    mask = token_mask_delta
-    if isinstance(mask, np.ndarray) and mask.dtype == np.uint8:
-        mask = mask.astype(np.float32)
-    for packed in (
-        pack_ids(token_ids_delta),
-        pack_floats(mask),
-        pack_floats(generation_log_probs_delta),
-    ):
+    for packed in columns:
         state.update(u64(8 + packed.nbytes) + u64(delta_len))
         state.update(packed.data)
     state.update(
@@ -213,9 +218,12 @@ def check_well_formed(
     delta_len: int,
     cum_len: int,
     versions: tuple[int, int, int],
-    columns: tuple[Ids, Floats, Floats],
+    columns: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
 ) -> None:
     """The rules that a call must satisfy before a digest may be computed (CONTRACT section 3).
+
+    ``columns`` hold ids, mask and log probabilities before any rounding: a mask of 1 + 2**-40 is
+    not 1, although both are the same in binary32.
 
     Raises:
         InvalidRecordError: naming the first broken rule, what was expected and what came.
@@ -225,6 +233,9 @@ def check_well_formed(
         raise InvalidRecordError("unsupported versions", expected=supported, got=versions)
     if not rollout_id or not model_call_id or parent_call_id == "":
         raise InvalidRecordError("rollout_id, model_call_id and parent_call_id must not be empty")
+    for name, value in (("prev_len", prev_len), ("delta_len", delta_len), ("cum_len", cum_len)):
+        if type(value) is not int:
+            raise InvalidRecordError(f"{name} must be an integer", got=repr(value))
     if mode not in ("text", "token_in"):
         raise InvalidRecordError("mode", expected="text or token_in", got=repr(mode))
     if parent_call_id is None and (mode != "text" or prev_len != 0):
@@ -235,16 +246,15 @@ def check_well_formed(
         raise InvalidRecordError(
             "a call with a parent must be token_in with prev_len > 0", got=(mode, prev_len)
         )
-    ids, mask, log_probs = columns
-    if delta_len <= 0 or not len(ids) == len(mask) == len(log_probs) == delta_len:
+    ids, m, lp = columns
+    if delta_len <= 0 or not len(ids) == len(m) == len(lp) == delta_len:
         raise InvalidRecordError(
             "the three columns must have delta_len > 0 elements",
             expected=delta_len,
-            got=(len(ids), len(mask), len(log_probs)),
+            got=(len(ids), len(m), len(lp)),
         )
     if cum_len != prev_len + delta_len:
         raise InvalidRecordError("cum_len", expected=prev_len + delta_len, got=cum_len)
-    m, lp = np.asarray(mask), np.asarray(log_probs)
     sampled = m == 1
     if not np.logical_or(sampled, m == 0).all():
         raise InvalidRecordError("every mask must be exactly 0 or 1")

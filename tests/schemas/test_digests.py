@@ -188,6 +188,14 @@ REFUSED: list[dict[str, Any]] = [
     *({"token_ids_delta": v} for v in ([], [10], [10, -1], [10, 2**64], [10, 1.0], [10, True])),
     *({"token_ids_delta": v} for v in (np.array([10.0, 11.0]), np.array([[1], [2]]))),
     {"token_ids_delta": np.array([10, -1])},
+    *({name: v} for name in ("prev_len", "delta_len", "cum_len") for v in (None, "2", [2])),
+    *(
+        {name: v}
+        for name in ("token_ids_delta", "token_mask_delta", "generation_log_probs_delta")
+        for v in (None, 5, "ab", {0: 0, 1: 1}, {0, 1}, [[0], 1], [[0.0, 1.0], [0.0]])
+    ),
+    {"token_mask_delta": [0.0, 1 + 2**-40]},
+    {"generation_log_probs_delta": [1e-46, -0.25]},
     *({"token_mask_delta": v} for v in ([0.0], [0, 1], [0.0, 0.5], [0.0, 2.0], [False, True])),
     {"token_mask_delta": [0.0, float("nan")]},
     *({"generation_log_probs_delta": v} for v in ([0.0], [0, -1], [0.0, -1], [-0.5, -0.25])),
@@ -212,7 +220,11 @@ def test_a_chain_needs_a_well_formed_parent(parent: Any) -> None:
         chain_hash(parent, [1])
 
 
-@pytest.mark.parametrize("ids", [[True], [1.0], [-1], [2**64], ["1"], [np.int64(1)]], ids=repr)
+@pytest.mark.parametrize(
+    "ids",
+    [[True], [1.0], [-1], [2**64], ["1"], [np.int64(1)], None, 5, "12", b"12", {1: 2}, {1}],
+    ids=repr,
+)
 def test_token_hashes_take_true_unsigned_integers_only(ids: Any) -> None:
     with pytest.raises(InvalidRecordError):
         cumulative_hash(ids)

@@ -1,0 +1,75 @@
+"""From a URL to a store: schemes, missing libraries, and the errors of both."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokenplane.schemas.errors import ConfigError, UnsupportedStoreError
+from tokenplane.staging.open_store import BACKENDS, open_store
+from tokenplane.staging.store_url import parse_store_url
+from tokenplane.staging.testing_backend import FakeClock, plain_row
+
+
+def test_an_unknown_scheme_names_the_known_ones() -> None:
+    with pytest.raises(UnsupportedStoreError) as caught:
+        open_store("s3://bucket/x")
+    for scheme in BACKENDS:
+        assert f"{scheme}:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "library", "extra"),
+    [
+        ("redis://localhost:1", "redis", "tokenplane[redis]"),
+        ("rediss://localhost:1", "redis", "tokenplane[redis]"),
+        ("tq://run", "ray", "tokenplane[ray]"),
+    ],
+)
+def test_a_missing_library_names_the_extra_to_install(
+    monkeypatch: pytest.MonkeyPatch, url: str, library: str, extra: str
+) -> None:
+    scheme = url.partition(":")[0]
+    module = BACKENDS[scheme].partition(":")[0]
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UnsupportedStoreError) as caught:
+        open_store(url)
+    assert extra in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "memory:?max_bytes=x", "memory:?size=1", "memory:?max_bytes=1&max_bytes=2"]
+)
+def test_a_malformed_url_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        open_store(url)
+
+
+def test_a_memory_store_takes_its_options_and_clock() -> None:
+    clock = FakeClock()
+    with open_store("memory:?max_bytes=5000&full_wait_s=0", clock=clock) as store:
+        assert store.stats().max_bytes == 5000
+        store.put("p", "k", plain_row())
+        (claim,) = store.claim("p", "c", max_rows=1, lease_s=5)
+        assert claim.expires_at_s == clock() + 5
+
+
+def test_a_scheme_is_read_in_any_case(tmp_path: Path) -> None:
+    with open_store(f"FILE:{tmp_path}/s") as store:
+        assert store.durable == "power"
+
+
+def test_a_path_without_a_scheme_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "100%?x=1"
+    with open_store(str(path)) as store:
+        store.put("p", "k", plain_row())
+    assert (path / "rows.sqlite").exists()
+
+
+def test_a_url_keeps_its_parts() -> None:
+    url = parse_store_url("file:///a%20b/c?mode=ro&max_bytes=7")
+    assert (url.scheme, url.rest) == ("file", "///a%20b/c")
+    assert url.options(mode=str, max_bytes=int) == {"mode": "ro", "max_bytes": 7}

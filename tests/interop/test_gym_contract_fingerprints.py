@@ -1,0 +1,223 @@
+"""Conversation fingerprints and the terminal choice against the real NeMo-Gym."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.interop.gym_contract import GymContract, ask_both
+from tokenplane.schemas.fingerprints import assistant_fingerprint
+
+TEXTS = st.sampled_from(
+    ["", "a", "b", "é🙂", " a ", "None", '{"b": 1, "a": [1.0, "é"]}', "{}", "NaN"]
+)
+ODD: st.SearchStrategy[Any] = st.one_of(
+    TEXTS,
+    st.sampled_from(
+        [
+            *(None, True, False, 0, 5, 1.5, -0.0, float("nan"), 2**63, 2**64, 10**30, "\ud800"),
+            *([], {}, [1], [None], {"a": 1}, {"b": 2, "a": [1.5, None]}, "[" * 3, str(2**64)),
+            *('"\\ud800"', "1e400", "-0", "[1, 2.50]", "  {}\n"),
+        ]
+    ),
+)
+ARGUMENTS = TEXTS | ODD
+BLOCK_TYPES = st.sampled_from(
+    [
+        *("text", "input_text", "output_text", "", "refusal", "image_url", "thinking"),
+        *("tool_use", "tool_result", None, 5),
+    ]
+)
+
+
+def some(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """An object with any of the fields."""
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+BLOCKS = some(
+    type=BLOCK_TYPES,
+    text=TEXTS | ODD,
+    id=ODD,
+    name=ODD,
+    input=ARGUMENTS,
+    tool_use_id=ODD,
+    content=ODD,
+)
+CALLS = some(id=ODD, function=some(name=ODD, arguments=ARGUMENTS) | ODD)
+ITEMS = some(
+    role=st.sampled_from(["assistant", "user", "system", "tool", None, "", 5]),
+    type=st.sampled_from(
+        ["message", "function_call", "function_call_output", "reasoning", None, "", 5]
+    ),
+    content=TEXTS | ODD | st.lists(BLOCKS | TEXTS | ODD, max_size=3),
+    tool_calls=ODD | st.lists(CALLS | ODD, max_size=2),
+    tool_call_id=ODD,
+    call_id=ODD,
+    id=ODD,
+    name=ODD,
+    namespace=ODD,
+    arguments=ARGUMENTS,
+    output=ODD,
+)
+
+
+def plain(kind: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Items as clients really send them."""
+    words = st.sampled_from(["a", "b", "é🙂"])
+    return {
+        "chat": st.builds(lambda text: {"role": "assistant", "content": text}, words),
+        "blocks": st.builds(
+            lambda text: {"role": "assistant", "content": [{"type": "text", "text": text}]}, words
+        ),
+        "call": st.builds(
+            lambda n, a: {"type": "function_call", "call_id": "t", "name": n, "arguments": a},
+            words,
+            st.sampled_from(["{}", '{"b":1,"a":2}']),
+        ),
+        "tool": st.builds(
+            lambda text: {"role": "tool", "tool_call_id": "t", "content": text}, words
+        ),
+        "user": st.builds(lambda text: {"role": "user", "content": text}, words),
+    }[kind]
+
+
+PLAIN = st.one_of(*map(plain, ("chat", "blocks", "call", "tool", "user")))
+
+
+@given(st.lists(PLAIN, max_size=5))
+def test_conversations(gym: GymContract, items: list[Any]) -> None:
+    assert ask_both(gym, "fingerprints", items=items).agree().accepted
+
+
+@given(st.lists(ITEMS, max_size=2))
+def test_conversations_of_anything(gym: GymContract, items: list[Any]) -> None:
+    ask_both(gym, "fingerprints", items=items).agree()
+
+
+@given(ODD)
+def test_items_that_are_no_objects(gym: GymContract, item: Any) -> None:
+    ask_both(gym, "fingerprints", items=[{"role": "user", "content": "x"}, item]).agree()
+
+
+WORDS = [{"role": "assistant", "content": text} for text in "xyz"]
+CALL_ITEM = {"type": "function_call", "call_id": "t", "name": "f", "arguments": "{}"}
+OUTPUT_ITEM = {"type": "function_call_output", "call_id": "t", "output": "1"}
+REASONING = {"type": "reasoning", "summary": []}
+PRINTS = st.sampled_from(
+    [
+        *(None, *(assistant_fingerprint([word]) for word in WORDS)),
+        *(assistant_fingerprint(WORDS[:2]), assistant_fingerprint([CALL_ITEM, WORDS[0]])),
+    ]
+)
+HASHES = st.sampled_from(["11" * 32, "22" * 32])
+
+
+@st.composite
+def ledgers(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Rows with few distinct sequences, ids and times, so that they collide."""
+    rows: list[dict[str, Any]] = []
+    names = draw(st.permutations("abcdef"))
+    for at in range(draw(st.integers(0, 5))):
+        parent = draw(st.sampled_from([None, *rows])) if rows else None
+        prev_len = 0 if parent is None else parent["cum_len"]
+        orphan = draw(st.integers(0, 9)) == 0
+        rows.append(
+            {
+                "model_call_id": names[at],
+                "parent_call_id": None
+                if parent is None
+                else ("gone" if orphan else parent["model_call_id"]),
+                "mode": "text" if parent is None else "token_in",
+                "prev_len": prev_len,
+                "delta_len": 2,
+                "cum_len": prev_len + 2,
+                "weight_version": 7,
+                "digest": "00" * 32,
+                "extras_digest": "00" * 32,
+                "staging_key": f"k{at}",
+                "chain_hash": draw(HASHES),
+                "cumulative_hash": draw(HASHES),
+                "response_id": draw(st.sampled_from(["r1", "r2", "r3"])),
+                "admitted_at": draw(st.sampled_from([None, 0.0, 1.5, 2.5, -1.0])),
+                "output_fingerprint": draw(PRINTS),
+                "continuation_fingerprint": draw(PRINTS),
+                "fingerprint_version": draw(st.sampled_from([2, 2, 2, 0, 1])),
+            }
+        )
+    return rows
+
+
+OUTPUTS = st.lists(
+    st.sampled_from([*WORDS, CALL_ITEM, OUTPUT_ITEM, REASONING, 5, None, "x"]), max_size=4
+)
+RESPONSES = st.none() | some(
+    id=st.sampled_from(["r1", "r2", "r3", "other"]), output=OUTPUTS | st.sampled_from([None, "x"])
+)
+
+
+@given(
+    ledgers(),
+    st.sampled_from([None, "a", "b", "c", "zz"]),
+    st.sampled_from([None, None, "r1", "r2", "zz"]),
+    RESPONSES,
+)
+def test_terminals(
+    gym: GymContract, rows: list[Any], explicit: Any, declared: Any, response: Any
+) -> None:
+    both = ask_both(
+        gym, "terminal", rows=rows, explicit=explicit, declared=declared, response=response
+    )
+    assert both.agree().accepted
+
+
+@given(ledgers(), st.integers(0, 4), st.integers(0, 4))
+def test_a_call_id_that_comes_twice(gym: GymContract, rows: list[Any], a: int, b: int) -> None:
+    """The walk refuses it on both sides. As an explicit witness Gym takes the last such row; we
+    abstain where the rows differ, for either may be meant (no ledger writes an id twice)."""
+    if a == b or max(a, b) >= len(rows):
+        return
+    rows[a]["model_call_id"] = ident = rows[b]["model_call_id"]
+    both = ask_both(gym, "terminal", rows=rows, explicit=ident, declared=None, response=None)
+    assert both.accepted
+    assert both.ours["value"][1:] == both.gym["value"][1:] == [None, "duplicate_call_id"]
+    identities = ("cumulative_hash", "chain_hash", "cum_len")
+    same = all(rows[a][name] == rows[b][name] for name in identities)
+    assert both.gym["value"][0] == ident
+    assert both.ours["value"][0] == (ident if same else None)
+
+
+@pytest.mark.parametrize("word", WORDS, ids=str)
+def test_a_witness_can_name_a_terminal(gym: GymContract, word: dict[str, Any]) -> None:
+    """Guards the test above: witnesses do find rows."""
+    rows = [
+        {
+            "model_call_id": f"c{at}",
+            "mode": "text",
+            "prev_len": 0,
+            "delta_len": 2,
+            "cum_len": 2,
+            "weight_version": 7,
+            "digest": "00" * 32,
+            "response_id": f"r{at}",
+            "extras_digest": "00" * 32,
+            "staging_key": f"k{at}",
+            "fingerprint_version": 2,
+            "chain_hash": f"{at}{at}" * 32,
+            "cumulative_hash": f"{at}{at}" * 32,
+            "output_fingerprint": assistant_fingerprint([turn]),
+        }
+        for at, turn in enumerate(WORDS)
+    ]
+    at = WORDS.index(word)
+    for witness in (
+        {"explicit": f"c{at}", "declared": None, "response": None},
+        {"explicit": None, "declared": f"r{at}", "response": None},
+        {"explicit": None, "declared": None, "response": {"id": f"r{at}"}},
+        {"explicit": None, "declared": None, "response": {"output": [word]}},
+    ):
+        both = ask_both(gym, "terminal", rows=rows, **witness).agree()
+        assert both.ours["value"][0] == f"c{at}"

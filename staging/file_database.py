@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -18,8 +18,9 @@ from tokenplane.staging.file_fork import GUARD, forked_error
 from tokenplane.staging.file_schema import Sql, check_database, connect
 
 CHECKPOINT_PAGES: Final = 1000
-RESTART_PAGES: Final = 16 * CHECKPOINT_PAGES
-"""Above this the log is made to start anew, for which readers and writers must wait a moment."""
+"""The log is copied into the database each time it has grown by this much."""
+RESTART_PAGES: Final = 4 * CHECKPOINT_PAGES
+"""From here on it is also made to start anew: overwriting is quicker than growing."""
 CHECKPOINT_WAIT_MS: Final = 50
 """Writers stand still while a restarting checkpoint waits for readers."""
 POOLED_READERS: Final = 16
@@ -53,6 +54,7 @@ class Database:
             GUARD.leave(self._identity)
             raise
         self._log_pages = 0
+        self._checkpoint_at, self._restart_at = CHECKPOINT_PAGES, RESTART_PAGES
         self._wake = threading.Event()
         self._checkpointer: threading.Thread | None = None
         if not read_only:
@@ -168,8 +170,11 @@ class Database:
         return connect(self.root, read_only=self.read_only, synchronous=self._synchronous)
 
     def _on_commit(self, _db: apsw.Connection, _name: str, pages: int) -> int:
+        if pages < self._log_pages:  # the log has started anew
+            self._checkpoint_at, self._restart_at = CHECKPOINT_PAGES, RESTART_PAGES
         self._log_pages = pages
-        if pages >= CHECKPOINT_PAGES:
+        if pages >= self._checkpoint_at:
+            self._checkpoint_at = pages + CHECKPOINT_PAGES
             self._wake.set()
         return 0
 
@@ -182,14 +187,12 @@ class Database:
                 self._wake.clear()
                 if self._closed:
                     return
-                mode = apsw.SQLITE_CHECKPOINT_PASSIVE
-                if self._log_pages >= RESTART_PAGES:
-                    mode = apsw.SQLITE_CHECKPOINT_RESTART
-                try:
-                    db.wal_checkpoint(mode=mode)
-                except apsw.Error:
-                    # Another process is at it, or there is no room: the log stays as it is, rows
-                    # are safe in it, and the next commit asks again.
-                    continue
+                # A checkpoint that fails (another process is at it, a reader holds the log, there
+                # is no room) leaves rows safe in the log; the next one comes when it has grown.
+                with suppress(apsw.Error):
+                    db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
+                    if self._log_pages >= self._restart_at:
+                        self._restart_at = self._log_pages + RESTART_PAGES
+                        db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_RESTART)
         finally:
             db.close()

@@ -1,0 +1,520 @@
+"""The Lua scripts of the Redis store: each one is one atomic step on the server.
+
+Every script takes ``KEYS[1] = {namespace}:t`` and derives the other names from it. They all carry
+the hash tag ``{namespace}``, so that in a cluster they lie in the slot of the declared key.
+
+Names, with N for ``{namespace}``, P for a partition, K for a key, C for a consumer::
+
+    N:t                 hash: seq, rows, bytes, blobs, blob_bytes of the whole store
+    N:P                 set: partitions that have rows or consumers
+    N:p:P               hash: label, sealed, bytes
+    N:o:P               zset: key by row number (write order)
+    N:l:P               zset: key by nothing (prefix search)
+    N:x:P               hash: key to the concatenated hashes of its blobs
+    N:m:<len P>:P:K     string: 64-byte row header, then the message or what the token part leaves
+    N:k:<len P>:P:K     string: token part (see row_split), where there is one
+    N:b:<sha>, N:n:<sha>    strings: content of a blob, number of rows that refer to it
+    N:c:P               set: consumers
+    N:w:<len P>:P:C     string: watermark; all rows up to it are acknowledged
+    N:a:<len P>:P:C     set: acknowledged row numbers above the watermark
+    N:e:<len P>:P:C     zset: row number by expiry of its lease
+    N:d:<len P>:P:C     hash: row number to its number of deliveries
+    N:s                 zset: running scans by the time at which they are given up
+    N:g                 set: numbers of removed rows that a running scan may still want
+    N:g:m:<n>, N:g:k:<n>    strings: those rows
+
+Row header: binding (32 bytes), writer's nonce (16), row number and Unix seconds (float64 each).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+ROW_HEADER_BYTES: Final = 64
+SCAN_LEASE_S: Final = 300
+"""How long a scan may rest between two rows before what was removed meanwhile is forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script and the name by which the server knows it."""
+
+    text: str
+    sha1: str
+
+
+def _script(body: str) -> Script:
+    text = _COMMON + body
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+# ARGV[1] is the time by the caller's clock; empty means the server's own, one clock for all hosts.
+_COMMON = """
+local call = redis.call
+local total = KEYS[1]
+local ns = string.sub(total, 1, -3)
+local function clock()
+  if ARGV[1] ~= '' then return tonumber(ARGV[1]) end
+  local t = call('TIME')
+  return tonumber(t[1]) + tonumber(t[2]) / 1000000
+end
+local function exact(number) return string.format('%.17g', number) end
+local function place(kind, partition, name)
+  return ns .. ':' .. kind .. ':' .. #partition .. ':' .. partition .. ':' .. name
+end
+local function each_sha(shas, visit)
+  for at = 1, #shas, 32 do visit(string.sub(shas, at, at + 31)) end
+end
+local function size_of(partition, key)
+  local size = call('STRLEN', place('m', partition, key)) - 64
+  return size, call('STRLEN', place('k', partition, key))
+end
+local function number_of(partition, key)
+  local seq = call('ZSCORE', ns .. ':o:' .. partition, key)
+  return seq and tonumber(seq)
+end
+local function matching(partition, prefix)
+  if prefix == '' then return call('ZRANGE', ns .. ':o:' .. partition, 0, -1) end
+  local found = call('ZRANGEBYLEX', ns .. ':l:' .. partition, '[' .. prefix,
+                     '(' .. prefix .. '\\255')
+  local seqs, rank = {}, {}
+  for at = 1, #found, 4000 do
+    local part = call('ZMSCORE', ns .. ':o:' .. partition,
+                      unpack(found, at, math.min(at + 3999, #found)))
+    for i = 1, #part do rank[found[at + i - 1]] = tonumber(part[i]) end
+  end
+  table.sort(found, function(a, b) return rank[a] < rank[b] end)
+  return found
+end
+local function token_gap(partition, key)
+  -- Bytes of the token part that are no bytes of the message.
+  local head = call('GETRANGE', place('k', partition, key), 72, 79)
+  if head == '' then return 0 end
+  local _, ranges = struct.unpack('<II', head)
+  return 80 + 8 * ranges
+end
+local function message_size(partition, key)
+  local rest, token = size_of(partition, key)
+  return rest + token - token_gap(partition, key)
+end
+-- Counters go down by 0 - x: minus x would be a minus zero, which some servers refuse.
+local function forget_removed()
+  -- True if no scan runs: what was kept for scans goes, some of it per call.
+  call('ZREMRANGEBYSCORE', ns .. ':s', '-inf', exact(clock()))
+  if call('EXISTS', ns .. ':s') == 1 then return false end
+  for _, seq in ipairs(call('SPOP', ns .. ':g', 1000)) do
+    call('DEL', ns .. ':g:m:' .. seq, ns .. ':g:k:' .. seq)
+  end
+  return true
+end
+local function remove(partition, key)
+  local seq = number_of(partition, key)
+  if not seq then return nil end
+  local meta, blobs, blob_bytes = ns .. ':p:' .. partition, 0, 0
+  local size = message_size(partition, key)
+  call('ZREM', ns .. ':o:' .. partition, key)
+  call('ZREM', ns .. ':l:' .. partition, key)
+  call('HINCRBY', meta, 'bytes', 0 - size)
+  for _, name in ipairs(call('SMEMBERS', ns .. ':c:' .. partition)) do
+    call('SREM', place('a', partition, name), seq)
+    call('ZREM', place('e', partition, name), seq)
+    call('HDEL', place('d', partition, name), seq)
+  end
+  local shas = call('HGET', ns .. ':x:' .. partition, key)
+  if shas then
+    call('HDEL', ns .. ':x:' .. partition, key)
+    each_sha(shas, function(sha)
+      if call('DECR', ns .. ':n:' .. sha) <= 0 then
+        blobs = blobs + 1
+        blob_bytes = blob_bytes + call('STRLEN', ns .. ':b:' .. sha)
+        call('DEL', ns .. ':b:' .. sha, ns .. ':n:' .. sha)
+      end
+    end)
+  end
+  local m, k = place('m', partition, key), place('k', partition, key)
+  if forget_removed() then
+    call('DEL', m, k)
+  else
+    call('SADD', ns .. ':g', seq)
+    call('RENAME', m, ns .. ':g:m:' .. seq)
+    if call('EXISTS', k) == 1 then call('RENAME', k, ns .. ':g:k:' .. seq) end
+  end
+  call('HINCRBY', total, 'rows', -1)
+  call('HINCRBY', total, 'bytes', 0 - size)
+  call('HINCRBY', total, 'blobs', 0 - blobs)
+  call('HINCRBY', total, 'blob_bytes', 0 - blob_bytes)
+  if call('EXISTS', ns .. ':o:' .. partition) == 0 then
+    call('DEL', meta)
+    if call('EXISTS', ns .. ':c:' .. partition) == 0 then
+      call('SREM', ns .. ':P', partition)
+    end
+  end
+  return size, blobs, blob_bytes
+end
+"""
+
+PUT = _script("""
+-- ARGV: now, partition, key, binding, nonce, label, content, token part, bytes, budget,
+--       then sha, bytes, content ('' where the server is thought to have it) of each blob
+local partition, key, binding, nonce, label = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local size, budget = tonumber(ARGV[9]), tonumber(ARGV[10])
+local row = place('m', partition, key)
+local head = call('GETRANGE', row, 0, 47)
+if head ~= '' then
+  if string.sub(head, 1, 32) ~= binding then return {'conflict'} end
+  return {string.sub(head, 33, 48) == nonce and 'new' or 'same'}
+end
+local meta, order = ns .. ':p:' .. partition, ns .. ':o:' .. partition
+local held = call('HMGET', meta, 'label', 'sealed')
+if held[2] then return {'sealed'} end
+if held[1] and held[1] ~= label then return {'label', held[1]} end
+local need, wanted, fresh = size, {'blobs'}, {}
+for at = 11, #ARGV, 3 do
+  local sha, bytes = ARGV[at], tonumber(ARGV[at + 1])
+  if call('EXISTS', ns .. ':n:' .. sha) == 0 then
+    need = need + bytes
+    fresh[#fresh + 1] = at
+    if ARGV[at + 2] == '' and bytes > 0 then wanted[#wanted + 1] = sha end
+  end
+end
+if budget then
+  local used = call('HMGET', total, 'bytes', 'blob_bytes')
+  local sum = tonumber(used[1] or 0) + tonumber(used[2] or 0)
+  if sum + need > budget then return {'full', tostring(need), tostring(sum)} end
+end
+if #wanted > 1 then return wanted end
+local shas = {}
+for at = 11, #ARGV, 3 do
+  call('INCR', ns .. ':n:' .. ARGV[at])
+  shas[#shas + 1] = ARGV[at]
+end
+for _, at in ipairs(fresh) do
+  call('SET', ns .. ':b:' .. ARGV[at], ARGV[at + 2])
+  call('HINCRBY', total, 'blobs', 1)
+  call('HINCRBY', total, 'blob_bytes', tonumber(ARGV[at + 1]))
+end
+if #shas > 0 then call('HSET', ns .. ':x:' .. partition, key, table.concat(shas)) end
+local seq = call('HINCRBY', total, 'seq', 1)
+call('SET', row, binding .. nonce .. struct.pack('<dd', seq, clock()) .. ARGV[7])
+if ARGV[8] ~= '' then call('SET', place('k', partition, key), ARGV[8]) end
+call('ZADD', order, seq, key)
+call('ZADD', ns .. ':l:' .. partition, 0, key)
+if not held[1] then
+  call('HSET', meta, 'label', label)
+  call('SADD', ns .. ':P', partition)
+end
+call('HINCRBY', meta, 'bytes', size)
+call('HINCRBY', total, 'rows', 1)
+call('HINCRBY', total, 'bytes', size)
+return {'new'}
+""")
+
+DISCARD = _script("""
+-- ARGV: now, partition, keys
+local removed = 0
+for at = 3, #ARGV do
+  if remove(ARGV[2], ARGV[at]) then removed = removed + 1 end
+end
+return removed
+""")
+
+KEYS = _script("""
+-- ARGV: now, partition, prefix
+return matching(ARGV[2], ARGV[3])
+""")
+
+SCAN = _script("""
+-- ARGV: now, partition, prefix, scan id, seconds; gives key, row number, ...
+local found, reply = matching(ARGV[2], ARGV[3]), {}
+for at = 1, #found, 4000 do
+  local last = math.min(at + 3999, #found)
+  local seqs = call('ZMSCORE', ns .. ':o:' .. ARGV[2], unpack(found, at, last))
+  for i = 1, #seqs do
+    reply[#reply + 1] = found[at + i - 1]
+    reply[#reply + 1] = seqs[i]
+  end
+end
+if #found > 0 then call('ZADD', ns .. ':s', exact(clock() + tonumber(ARGV[5])), ARGV[4]) end
+return reply
+""")
+
+SCAN_READ = _script("""
+-- ARGV: now, partition, scan id, seconds, then key, row number, ...; gives content, token part, ...
+if call('ZSCORE', ns .. ':s', ARGV[3]) then
+  call('ZADD', ns .. ':s', exact(clock() + tonumber(ARGV[4])), ARGV[3])
+end
+local reply = {}
+for at = 5, #ARGV, 2 do
+  local key, seq = ARGV[at], ARGV[at + 1]
+  local m, k = place('m', ARGV[2], key), place('k', ARGV[2], key)
+  if call('ZSCORE', ns .. ':o:' .. ARGV[2], key) ~= seq then
+    m, k = ns .. ':g:m:' .. seq, ns .. ':g:k:' .. seq
+  end
+  reply[#reply + 1] = call('GET', m)
+  reply[#reply + 1] = call('GET', k)
+end
+return reply
+""")
+
+SCAN_END = _script("""
+-- ARGV: now, scan id
+call('ZREM', ns .. ':s', ARGV[2])
+forget_removed()
+return 1
+""")
+
+PARTITIONS = _script("""
+local reply = {}
+for _, name in ipairs(call('SMEMBERS', ns .. ':P')) do
+  if call('EXISTS', ns .. ':o:' .. name) == 1 then reply[#reply + 1] = name end
+end
+return reply
+""")
+
+SEAL = _script("""
+-- ARGV: now, partition
+if call('EXISTS', ns .. ':o:' .. ARGV[2]) == 0 then return 0 end
+call('HSET', ns .. ':p:' .. ARGV[2], 'sealed', 1)
+return 1
+""")
+
+STATS = _script("""
+-- ARGV: now, '1' for the whole store, partition, prefix
+local now, whole, chosen = clock(), ARGV[2] == '1', {ARGV[3]}
+if whole then chosen = call('SMEMBERS', ns .. ':P') end
+local rows, bytes, blobs, blob_bytes = 0, 0, 0, 0
+local sealed, readers = {}, {}
+for _, partition in ipairs(chosen) do
+  local order, meta = ns .. ':o:' .. partition, ns .. ':p:' .. partition
+  if call('HEXISTS', meta, 'sealed') == 1 then sealed[#sealed + 1] = partition end
+  for _, name in ipairs(call('SMEMBERS', ns .. ':c:' .. partition)) do
+    local mark = call('GET', place('w', partition, name)) or '0'
+    local pending = call('ZCOUNT', order, '(' .. mark, '+inf')
+                    - call('SCARD', place('a', partition, name))
+    local live = call('ZCOUNT', place('e', partition, name), '(' .. exact(now), '+inf')
+    readers[#readers + 1] = {name, pending, live}
+  end
+end
+if whole then
+  local t = call('HMGET', total, 'rows', 'bytes', 'blobs', 'blob_bytes')
+  rows, bytes = tonumber(t[1] or 0), tonumber(t[2] or 0)
+  blobs, blob_bytes = tonumber(t[3] or 0), tonumber(t[4] or 0)
+else
+  local partition, prefix, seen = ARGV[3], ARGV[4], {}
+  if prefix == '' then
+    rows = call('ZCARD', ns .. ':o:' .. partition)
+    bytes = tonumber(call('HGET', ns .. ':p:' .. partition, 'bytes') or 0)
+  else
+    for _, key in ipairs(matching(partition, prefix)) do
+      rows, bytes = rows + 1, bytes + message_size(partition, key)
+    end
+  end
+  local owners = call('HGETALL', ns .. ':x:' .. partition)
+  for at = 1, #owners, 2 do
+    if string.sub(owners[at], 1, #prefix) == prefix then
+      each_sha(owners[at + 1], function(sha)
+        if not seen[sha] then
+          seen[sha] = true
+          blobs = blobs + 1
+          blob_bytes = blob_bytes + call('STRLEN', ns .. ':b:' .. sha)
+        end
+      end)
+    end
+  end
+end
+return {tostring(rows), exact(bytes), tostring(blobs), exact(blob_bytes), sealed, readers}
+""")
+
+SWEEP = _script("""
+-- ARGV: now, partition, prefix, age, '1' to keep the backlog, '1' to remove, after, most rows
+-- gives last row number ('' at the end), removed rows, bytes, kept leased, kept backlog,
+--       blobs, blob bytes, hashes of the blobs of rows that would go
+local now, partition, prefix, age = clock(), ARGV[2], ARGV[3], tonumber(ARGV[4])
+local order = ns .. ':o:' .. partition
+local page = call('ZRANGEBYSCORE', order, '(' .. ARGV[7], '+inf', 'WITHSCORES',
+                  'LIMIT', 0, tonumber(ARGV[8]))
+local readers = {}
+for _, name in ipairs(call('SMEMBERS', ns .. ':c:' .. partition)) do
+  readers[#readers + 1] = {place('e', partition, name), place('a', partition, name),
+                           tonumber(call('GET', place('w', partition, name)) or 0)}
+end
+local rows, bytes, leased, backlog, blobs, blob_bytes, shas = 0, 0, 0, 0, 0, 0, {}
+for at = 1, #page, 2 do
+  local key, seq = page[at], tonumber(page[at + 1])
+  local head = call('GETRANGE', place('m', partition, key), 56, 63)
+  if string.sub(key, 1, #prefix) == prefix and now - struct.unpack('<d', head) >= age then
+    local live, waits = false, false
+    for _, reader in ipairs(readers) do
+      local expiry = call('ZSCORE', reader[1], seq)
+      live = live or (expiry and tonumber(expiry) > now)
+      waits = waits or (seq > reader[3] and call('SISMEMBER', reader[2], seq) == 0)
+    end
+    if live then
+      leased = leased + 1
+    elseif waits and ARGV[5] == '1' then
+      backlog = backlog + 1
+    elseif ARGV[6] == '1' then
+      local size, gone, gone_bytes = remove(partition, key)
+      rows, bytes = rows + 1, bytes + size
+      blobs, blob_bytes = blobs + gone, blob_bytes + gone_bytes
+    else
+      rows, bytes = rows + 1, bytes + message_size(partition, key)
+      shas[#shas + 1] = call('HGET', ns .. ':x:' .. partition, key) or ''
+    end
+  end
+end
+return {page[#page] or '', rows, exact(bytes), leased, backlog, blobs, exact(blob_bytes),
+        table.concat(shas)}
+""")
+
+_CLAIMS = """
+local function introduce(partition, consumer)
+  call('SADD', ns .. ':P', partition)
+  call('SADD', ns .. ':c:' .. partition, consumer)
+  return call('GET', place('w', partition, consumer)) or '0'
+end
+local function is_leased(leases, seq, now)
+  local expiry = call('ZSCORE', leases, seq)
+  return expiry and tonumber(expiry) > now
+end
+local function deliver(partition, consumer, chosen, now, lease)
+  -- chosen: key, row number, ...; gives expiry, then key, deliveries, content, token part, ...
+  local expiry = exact(now + lease)
+  local reply = {expiry}
+  for at = 1, #chosen, 2 do
+    local key, seq = chosen[at], chosen[at + 1]
+    call('ZADD', place('e', partition, consumer), expiry, seq)
+    reply[#reply + 1] = key
+    reply[#reply + 1] = call('HINCRBY', place('d', partition, consumer), seq, 1)
+    reply[#reply + 1] = call('GET', place('m', partition, key))
+    reply[#reply + 1] = call('GET', place('k', partition, key))
+  end
+  return reply
+end
+"""
+
+CLAIM = _script(
+    _CLAIMS
+    + """
+-- ARGV: now, partition, consumer, most rows, lease seconds
+local now, partition, consumer, most = clock(), ARGV[2], ARGV[3], tonumber(ARGV[4])
+local after, chosen = introduce(partition, consumer), {}
+local acked, leases = place('a', partition, consumer), place('e', partition, consumer)
+while #chosen < 2 * most do
+  local page = call('ZRANGEBYSCORE', ns .. ':o:' .. partition, '(' .. after, '+inf', 'WITHSCORES',
+                    'LIMIT', 0, math.max(most, 64))
+  if #page == 0 then break end
+  for at = 1, #page, 2 do
+    local seq = page[at + 1]
+    if #chosen < 2 * most and call('SISMEMBER', acked, seq) == 0
+       and not is_leased(leases, seq, now) then
+      chosen[#chosen + 1] = page[at]
+      chosen[#chosen + 1] = seq
+    end
+  end
+  after = page[#page]
+end
+return deliver(partition, consumer, chosen, now, tonumber(ARGV[5]))
+"""
+)
+
+PENDING = _script(
+    _CLAIMS
+    + """
+-- ARGV: now, partition, consumer; gives key, row number, '1' under a live lease, ...
+local now, partition, consumer, reply = clock(), ARGV[2], ARGV[3], {}
+local after = introduce(partition, consumer)
+local acked, leases = place('a', partition, consumer), place('e', partition, consumer)
+local page = call('ZRANGEBYSCORE', ns .. ':o:' .. partition, '(' .. after, '+inf', 'WITHSCORES')
+for at = 1, #page, 2 do
+  local seq = page[at + 1]
+  if call('SISMEMBER', acked, seq) == 0 then
+    reply[#reply + 1] = page[at]
+    reply[#reply + 1] = seq
+    reply[#reply + 1] = is_leased(leases, seq, now) and 1 or 0
+  end
+end
+return reply
+"""
+)
+
+CLAIM_GROUPS = _script(
+    _CLAIMS
+    + """
+-- ARGV: now, partition, consumer, lease seconds, then per group: its size, key, row number, ...
+-- Takes the groups of which nothing was taken, acknowledged or removed since they were chosen.
+local now, partition, consumer, taken, chosen = clock(), ARGV[2], ARGV[3], {}, {}
+local mark = tonumber(introduce(partition, consumer))
+local acked, leases = place('a', partition, consumer), place('e', partition, consumer)
+local at = 5
+while at <= #ARGV do
+  local last, free = at + 2 * tonumber(ARGV[at]), true
+  for i = at + 1, last, 2 do
+    local seq = ARGV[i + 1]
+    free = free and call('ZSCORE', ns .. ':o:' .. partition, ARGV[i]) == seq
+           and tonumber(seq) > mark and call('SISMEMBER', acked, seq) == 0
+           and not is_leased(leases, seq, now)
+  end
+  if free then
+    for i = at + 1, last, 2 do taken[#taken + 1] = {ARGV[i], ARGV[i + 1]} end
+  end
+  at = last + 1
+end
+table.sort(taken, function(a, b) return tonumber(a[2]) < tonumber(b[2]) end)
+for _, pair in ipairs(taken) do
+  chosen[#chosen + 1] = pair[1]
+  chosen[#chosen + 1] = pair[2]
+end
+return deliver(partition, consumer, chosen, now, tonumber(ARGV[4]))
+"""
+)
+
+ACK = _script(
+    _CLAIMS
+    + """
+-- ARGV: now, partition, consumer, keys
+local partition, consumer, fresh = ARGV[2], ARGV[3], 0
+local order, acked = ns .. ':o:' .. partition, place('a', partition, consumer)
+local mark = tonumber(introduce(partition, consumer))
+for at = 4, #ARGV do
+  local seq = number_of(partition, ARGV[at])
+  if seq and seq > mark and call('SADD', acked, seq) == 1 then
+    fresh = fresh + 1
+    call('ZREM', place('e', partition, consumer), seq)
+    call('HDEL', place('d', partition, consumer), seq)
+  end
+end
+local moved = mark
+while true do
+  local page = call('ZRANGEBYSCORE', order, '(' .. moved, '+inf', 'WITHSCORES', 'LIMIT', 0, 64)
+  local before = moved
+  for at = 2, #page, 2 do
+    if call('SREM', acked, page[at]) == 0 then break end
+    moved = tonumber(page[at])
+  end
+  if moved == before then break end
+end
+if moved > mark then call('SET', place('w', partition, consumer), exact(moved)) end
+return fresh
+"""
+)
+
+RELEASE = _script(
+    _CLAIMS
+    + """
+-- ARGV: now, partition, consumer, keys
+local now, partition, consumer, ended = clock(), ARGV[2], ARGV[3], 0
+introduce(partition, consumer)
+local leases = place('e', partition, consumer)
+for at = 4, #ARGV do
+  local seq = number_of(partition, ARGV[at])
+  if seq and is_leased(leases, seq, now) then
+    call('ZADD', leases, exact(now), seq)
+    ended = ended + 1
+  end
+end
+return ended
+"""
+)

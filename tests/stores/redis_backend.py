@@ -1,0 +1,81 @@
+"""Redis under the contract suite: raw access through a client and a decoder of its own."""
+
+from __future__ import annotations
+
+import struct
+import uuid
+from collections.abc import Callable
+from functools import partial
+
+import redis
+
+from tests.stores.redis_server import RedisServer
+from tokenplane.staging.open_store import open_store
+from tokenplane.staging.redis_store import RedisStore
+from tokenplane.staging.store import StagingStore
+from tokenplane.staging.testing_backend import StoreBackend
+
+
+class RedisBackend(StoreBackend):
+    """A namespace of its own per object."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self.server = server
+        self.namespace = uuid.uuid4().hex
+        self.client: redis.Redis = server.client()
+
+    def open(
+        self,
+        *,
+        clock: Callable[[], float] | None = None,
+        max_bytes: int | None = None,
+        full_wait_s: float = 0.2,
+    ) -> StagingStore:
+        return RedisStore(
+            self.server.url,
+            namespace=self.namespace,
+            max_bytes=max_bytes,
+            full_wait_s=full_wait_s,
+            clock=clock,
+        )
+
+    def name(self, kind: str, partition: str, key: str) -> bytes:
+        size = len(partition.encode())
+        return f"{{{self.namespace}}}:{kind}:{size}:{partition}:{key}".encode()
+
+    def raw_read(self, store: StagingStore, partition: str, key: str) -> bytes:
+        content = self.client.get(self.name("m", partition, key))
+        token = self.client.get(self.name("k", partition, key))
+        assert isinstance(content, bytes)
+        if token is None:
+            return content[64:]
+        assert isinstance(token, bytes)
+        length, count = struct.unpack_from("<II", token, 72)
+        message = bytearray(length)
+        inside = bytearray(length)
+        at = 80 + 8 * count
+        for start, size in struct.iter_unpack("<II", token[80:at]):
+            message[start : start + size] = token[at : at + size]
+            inside[start : start + size] = b"\1" * size
+            at += size
+        rest = iter(content[64:])
+        for place in range(length):
+            if not inside[place]:
+                message[place] = next(rest)
+        return bytes(message)
+
+    def raw_write(self, store: StagingStore, partition: str, key: str, message: bytes) -> None:
+        name = self.name("m", partition, key)
+        head = self.client.getrange(name, 0, 63)
+        assert isinstance(head, bytes)
+        assert len(head) == 64
+        self.client.set(name, head + message)
+        self.client.delete(self.name("k", partition, key))
+
+    def raw_write_blob(self, store: StagingStore, sha256: bytes, data: bytes) -> None:
+        name = f"{{{self.namespace}}}:b:".encode() + sha256
+        assert self.client.exists(name)
+        self.client.set(name, data)
+
+    def opener(self) -> Callable[[], StagingStore]:
+        return partial(open_store, f"{self.server.url}?namespace={self.namespace}")

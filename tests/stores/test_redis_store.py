@@ -1,0 +1,281 @@
+"""What the Redis store does beyond the contract."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from tests.stores.proxy import Proxy
+from tests.stores.redis_backend import RedisBackend
+from tests.stores.redis_server import RedisServer
+from tokenplane.schemas.errors import (
+    ConfigError,
+    CorruptRowError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+    UnsupportedStoreError,
+)
+from tokenplane.schemas.row_message import encode_message
+from tokenplane.schemas.staged_row import TOKEN_COLUMNS
+from tokenplane.staging.open_store import open_store
+from tokenplane.staging.redis_durability import durability_of
+from tokenplane.staging.redis_store import RedisStore
+from tokenplane.staging.row_split import join_message, read_token_columns, split_message
+from tokenplane.staging.store_types import to_blob
+from tokenplane.staging.testing_backend import plain_row, same_bits, staged_row
+from tokenplane.staging.testing_stateful import run_random_operations
+
+
+@pytest.fixture
+def backend(redis_server: RedisServer) -> RedisBackend:
+    return RedisBackend(redis_server)
+
+
+def test_random_operations(backend: RedisBackend) -> None:
+    run_random_operations(backend, reopens=True, max_examples=12)
+
+
+def test_resolving_moves_the_token_columns_only(backend: RedisBackend) -> None:
+    row = staged_row(prompt=range(3000), generated=range(1000))
+    with backend.open() as store:
+        store.put("staged", row.staging_key, row.to_batch())
+
+        def sent() -> int:
+            info = backend.client.info("stats")
+            assert isinstance(info, dict)
+            return int(info["total_net_output_bytes"])
+
+        before = sent()
+        (found,) = store.get("staged", [row.staging_key], TOKEN_COLUMNS)
+        moved = sent() - before
+        tokens = 4 * 4000 + 4000
+        assert tokens < moved < tokens + 4000
+        assert len(encode_message(row.to_batch())) > 1.5 * moved
+        assert found.equals(row.to_batch().select(list(TOKEN_COLUMNS)))
+        (some,) = store.get("staged", [row.staging_key], ["cum_len", "rollout_id"])
+        assert some.schema.names == ["cum_len", "rollout_id"]
+
+
+def test_damaged_token_columns_never_become_a_row(backend: RedisBackend) -> None:
+    row, other = staged_row("r", "c"), staged_row("r", "d")
+    with backend.open() as store:
+        store.put("staged", row.staging_key, row.to_batch())
+        store.put("staged", other.staging_key, other.to_batch())
+        name = backend.name("k", "staged", row.staging_key)
+        part = backend.client.get(name)
+        assert isinstance(part, bytes)
+        damaged = [part[:-1], part[:50], b"", part + b"\0"]
+        for at in range(0, len(part), 7):
+            flipped = bytearray(part)
+            flipped[at] ^= 4
+            damaged.append(bytes(flipped))
+        foreign = backend.client.get(backend.name("k", "staged", other.staging_key))
+        assert isinstance(foreign, bytes)
+        for content in [*damaged, foreign]:
+            backend.client.set(name, content)
+            with pytest.raises(CorruptRowError):
+                store.get("staged", [row.staging_key], TOKEN_COLUMNS)
+        for content in [*damaged[:4], foreign]:
+            backend.client.set(name, content)
+            with pytest.raises(CorruptRowError):
+                store.get("staged", [row.staging_key])
+        backend.client.set(name, part)
+        assert same_bits(store.get("staged", [row.staging_key])[0], row.to_batch())
+
+
+@pytest.mark.parametrize(("prompt", "generated"), [(1, 0), (5, 3), (4000, 900)])
+def test_a_split_message_joins_to_the_same_bytes(prompt: int, generated: int) -> None:
+    row = staged_row(prompt=range(prompt), generated=range(generated))
+    batch = row.to_batch()
+    message = encode_message(batch)
+    parts = split_message(message, batch.schema, "p", row.staging_key)
+    assert parts is not None
+    assert join_message(*parts, row.staging_key) == message
+    found = read_token_columns(parts[0], "p", row.staging_key, TOKEN_COLUMNS)
+    assert found.equals(batch.select(list(TOKEN_COLUMNS)))
+    with pytest.raises(CorruptRowError):
+        read_token_columns(parts[0], "q", row.staging_key, TOKEN_COLUMNS)
+    plain = plain_row()
+    assert split_message(encode_message(plain), plain.schema, "p", "k") is None
+
+
+def test_what_is_removed_under_a_scan_is_kept_for_it_alone(backend: RedisBackend) -> None:
+    with backend.open() as store:
+        keys = [f"k{number}" for number in range(200)]
+        for number, key in enumerate(keys):
+            store.put("p", key, plain_row(number))
+        scan = store.scan("p")
+        next(scan)
+        store.discard("p", keys[1:])
+        store.put("p", "k150", plain_row(7))
+        kept = list(backend.client.scan_iter(f"{{{backend.namespace}}}:g:*"))
+        assert len(kept) == 199
+        rest = list(scan)
+        assert [key for key, _ in rest] == keys[1:]
+        assert all(same_bits(row, plain_row(int(key[1:]))) for key, row in rest)
+        assert list(backend.client.scan_iter(f"{{{backend.namespace}}}:g*")) == []
+        store.discard("p", ["k0", "k150"])
+        left = {bytes(name) for name in backend.client.scan_iter(f"{{{backend.namespace}}}:*")}
+        assert left == {f"{{{backend.namespace}}}:t".encode()}
+
+
+def test_a_known_blob_is_not_sent_again(backend: RedisBackend) -> None:
+    blob = to_blob(b"b" * 1_000_000)
+    with backend.open() as store:
+        store.put("p", "k", plain_row(1), blobs=[blob])
+        info = backend.client.info("stats")
+        assert isinstance(info, dict)
+        before = int(info["total_net_input_bytes"])
+        store.put("p", "l", plain_row(2), blobs=[blob])
+        info = backend.client.info("stats")
+        assert isinstance(info, dict)
+        assert int(info["total_net_input_bytes"]) - before < 50_000
+        store.discard("p", ["k", "l"])
+        assert store.put("p", "m", plain_row(3), blobs=[blob])
+        assert store.get_blob(blob.sha256).size == 1_000_000
+
+
+def test_times_are_the_servers_unless_a_clock_is_given(
+    backend: RedisBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    with open_store(f"{backend.server.url}?namespace={backend.namespace}") as store:
+        monkeypatch.setattr(time, "time", lambda: now + 1e6)  # this host's clock jumps
+        store.put("p", "k", plain_row())
+        (claim,) = store.claim("p", "c", max_rows=1, lease_s=10)
+        assert abs(claim.expires_at_s - now - 10) < 30
+        assert store.claim("p", "c", max_rows=1, lease_s=10) == []
+
+
+@pytest.fixture(scope="module")
+def odd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A server whose settings the tests change; it wants a password."""
+    server = RedisServer(tmp_path_factory.mktemp("odd"), requirepass="secret")
+    yield server
+    server.stop()
+
+
+def test_it_says_what_durability_it_found(
+    odd_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = odd_server.url
+    client = odd_server.client()
+    with RedisStore(url) as store:
+        assert store.durable == "power"
+        assert "secret" not in store.url
+    for setting, durable in (("no", "process"), ("everysec", "none")):
+        client.config_set("appendfsync", setting)
+        with caplog.at_level(logging.WARNING), RedisStore(url) as store:
+            assert store.durable == durable
+        assert f"appendfsync {setting}" in caplog.text
+        with pytest.raises(UnsupportedStoreError, match="always"):
+            RedisStore(url, require="power")
+    client.config_set("appendfsync", "always")
+    client.config_set("no-appendfsync-on-rewrite", "yes")
+    with RedisStore(url) as store:
+        assert store.durable == "process"
+    client.config_set("no-appendfsync-on-rewrite", "no")
+
+
+def test_a_server_that_hides_its_settings_promises_nothing() -> None:
+    assert durability_of({}) == "none"
+    assert durability_of({"appendonly": "yes", "appendfsync": "always"}) == "process"
+
+
+def test_a_server_that_evicts_rows_is_refused(odd_server: RedisServer) -> None:
+    url = odd_server.url
+    client = odd_server.client()
+    client.config_set("maxmemory", "100mb")
+    client.config_set("maxmemory-policy", "allkeys-lru")
+    with pytest.raises(UnsupportedStoreError, match="evicts"):
+        RedisStore(url)
+    client.config_set("maxmemory-policy", "noeviction")
+    client.config_set("maxmemory", "0")
+
+
+def test_a_server_without_memory_is_full_and_keeps_what_it_has(odd_server: RedisServer) -> None:
+    client = odd_server.client()
+    with RedisStore(odd_server.url, namespace="full") as store:
+        store.put("p", "k", plain_row(1))
+        client.config_set("maxmemory", "1mb")
+        with pytest.raises(StoreFullError) as caught:
+            store.put("p", "l", plain_row(2, size=100_000))
+        assert caught.value.retryable
+        assert same_bits(store.get("p", ["k"])[0], plain_row(1))
+        assert store.keys("p") == ["k"]
+        client.config_set("maxmemory", "0")
+        assert store.put("p", "l", plain_row(2))
+
+
+def test_a_wrong_password_is_refused_at_once(odd_server: RedisServer) -> None:
+    started = time.monotonic()
+    with pytest.raises(StoreError) as caught:
+        RedisStore(f"redis://:wrong@127.0.0.1:{odd_server.port}/0")
+    assert time.monotonic() - started < 5
+    assert not caught.value.retryable
+    assert "wrong@" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "query", ["namespace=a{b}", "namespace=", "unknown=1", "timeout_s=x", "ssl_ca_certs=x"]
+)
+def test_a_bad_option_is_refused(redis_server: RedisServer, query: str) -> None:
+    with pytest.raises(ConfigError):
+        open_store(f"{redis_server.url}?{query}")
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.stop()
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailableError):
+        open_store(f"{server.url}?timeout_s=0.5")
+    assert time.monotonic() - started < 5
+
+
+def test_a_store_over_tls(redis_server: RedisServer, tmp_path: Path) -> None:
+    certificate, key = _certificate(tmp_path)
+    proxy = Proxy(redis_server.port, tls=(certificate, key))
+    url = f"rediss://127.0.0.1:{proxy.port}/0?namespace=tls&timeout_s=3"
+    with open_store(f"{url}&ssl_ca_certs={certificate}") as store:
+        assert store.put("p", "k", plain_row(1))
+        assert same_bits(store.get("p", ["k"])[0], plain_row(1))
+    with pytest.raises(StoreUnavailableError):
+        open_store(url)  # nobody vouches for the certificate
+    proxy.close()
+
+
+def _certificate(folder: Path) -> tuple[Path, Path]:
+    secret = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    built = (
+        x509.CertificateBuilder(name, name, secret.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(names, critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(secret, hashes.SHA256())
+    )
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    certificate.write_bytes(built.public_bytes(serialization.Encoding.PEM))
+    key.write_bytes(
+        secret.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return certificate, key

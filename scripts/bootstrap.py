@@ -109,14 +109,17 @@ def write_locks(*, upgrade: bool) -> None:
     ours = ["--python-version", PYTHON_VERSION, *common]
     # NeMo-Gym declares a newer Python than it needs; scripts/gym_env.py installs it all the same.
     alone = ["--python-version", "3.13.14", "--no-deps", *common]
+    # All that it declares, without itself: only the step above looks away from its declaration.
+    around = ["--python-version", "3.13.14", "--no-emit-package", "nemo-gym", *common]
     dev = REQUIREMENTS / "dev.txt"
     project = "pyproject.toml"
     _run(uv, "pip", "compile", *ours, "--all-extras", project, "-o", dev)
     # The base install gets the versions that the tests run with.
     _run(uv, "pip", "compile", *ours, "-c", dev, project, "-o", REQUIREMENTS / "base.txt")
-    for name in ("build", "gym", "gym-nodeps", "uv"):
+    special = {"gym-nodeps": alone, "gym-full": around}
+    for name in ("build", "gym", "gym-full", "gym-nodeps", "uv"):
         source, target = REQUIREMENTS / f"{name}.in", REQUIREMENTS / f"{name}.txt"
-        options = alone if name == "gym-nodeps" else ours
+        options = special.get(name, ours)
         _run(uv, "pip", "compile", *options, source, "-o", target)
 
 

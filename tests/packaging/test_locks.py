@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-LOCKS = ("base", "build", "dev", "gym", "gym-nodeps", "uv")
+LOCKS = ("base", "build", "dev", "gym", "gym-full", "gym-nodeps", "uv")
 ENTRY = re.compile(r"^(?P<requirement>[^\s#][^\\]*?)\s*\\\n(?P<hashes>(?:    --hash=.*\n)+)", re.M)
 
 

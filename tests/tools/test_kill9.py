@@ -1,0 +1,197 @@
+"""kill -9 of ``tokenplane serve`` at random moments under load: nothing acknowledged is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tokenplane.schemas.staged_row import parse_staged_row
+from tokenplane.staging import open_store
+
+KILLS = 20
+ROLLOUTS = 4
+TURNS_PER_CONVERSATION = 6
+
+
+@dataclass
+class Rollout:
+    """A conversation that goes on through every restart."""
+
+    name: str
+    keyed: bool
+    """Sends an idempotency key, so that a retried turn is the same call."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    turn: int = 0
+    acknowledged: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """(staging status, served body) of each answer that arrived whole."""
+    conversations: int = 0
+
+    def request(self) -> tuple[str, dict[str, Any], dict[str, str]]:
+        if not self.messages:
+            self.conversations += 1
+            self.messages = [{"role": "user", "content": f"Tell me story {self.conversations}."}]
+            self.turn = 0
+        rollout_id = f"{self.name}-{self.conversations}"
+        body = {"model": "tiny", "messages": self.messages, "max_tokens": 12, "temperature": 1.0}
+        key = {"Idempotency-Key": f"turn-{self.turn}"} if self.keyed else {}
+        return rollout_id, body, key
+
+    def take(self, status: str, body: dict[str, Any]) -> None:
+        self.acknowledged.append((status, body))
+        message = body["choices"][0]["message"]
+        answer = {"role": "assistant", "content": message["content"]}
+        self.messages += [answer, {"role": "user", "content": f"And then? {self.turn}"}]
+        self.turn += 1
+        if self.turn == TURNS_PER_CONVERSATION:
+            self.messages = []
+
+
+async def converse(client: httpx.AsyncClient, rollout: Rollout) -> None:
+    """Turns, one after the other, until the server is gone."""
+    while True:
+        rollout_id, body, headers = rollout.request()
+        try:
+            reply = await client.post(
+                f"/rollouts/{rollout_id}/v1/chat/completions", json=body, headers=headers
+            )
+            if reply.status_code != 200:
+                raise AssertionError(f"{reply.status_code}: {reply.text}")
+            served = reply.json()
+        except httpx.TransportError:
+            return
+        rollout.take(reply.headers["x-tokenplane-capture"], served)
+
+
+@pytest.fixture
+def zygote() -> Iterator[subprocess.Popen[str]]:
+    script = Path(__file__).with_name("serve_zygote.py")
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def start(zygote: subprocess.Popen[str], folder: Path, number: int) -> tuple[int, str]:
+    """A new server on the same store: its pid and URL."""
+    out, err = folder / f"{number}.out", folder / f"{number}.err"
+    arguments = f"--model tiny --store file://{folder}/store --port 0"
+    assert zygote.stdin is not None
+    assert zygote.stdout is not None
+    zygote.stdin.write(f"{out}\t{err}\t{arguments}\n")
+    zygote.stdin.flush()
+    pid = int(zygote.stdout.readline())
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        words = out.read_text().split() if out.exists() else []
+        if words[:2] == ["tokenplane:", "ready"]:
+            return pid, words[2]
+        time.sleep(0.02)
+    raise AssertionError(f"server {number} did not start: {err.read_text()[-2000:]}")
+
+
+async def one_life(url: str, rollouts: list[Rollout], pid: int, lives_s: float) -> None:
+    """Load until the kill; every conversation must have met the end of the connection."""
+    limits = httpx.Limits(max_connections=ROLLOUTS)
+    async with httpx.AsyncClient(
+        base_url=url, timeout=30, limits=limits, trust_env=False
+    ) as client:
+        talking = [asyncio.ensure_future(converse(client, rollout)) for rollout in rollouts]
+        await asyncio.sleep(lives_s)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.gather(*talking)
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_every_acknowledged_call_survives_twenty_kills(
+    zygote: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    moment = random.Random(20)
+    rollouts = [Rollout(f"r{i}", keyed=i % 2 == 0) for i in range(ROLLOUTS)]
+    for number in range(KILLS):
+        pid, url = start(zygote, tmp_path, number)
+        try:
+            asyncio.run(one_life(url, rollouts, pid, moment.uniform(0.05, 1.5)))
+        finally:
+            if not gone(pid):
+                os.kill(pid, signal.SIGKILL)
+        while not gone(pid):
+            time.sleep(0.01)
+    pid, url = start(zygote, tmp_path, KILLS)
+    try:
+        # The last server goes on with every conversation, then stops in order.
+        before = [len(rollout.acknowledged) for rollout in rollouts]
+        asyncio.run(finish(url, rollouts))
+        assert all(len(r.acknowledged) > n for r, n in zip(rollouts, before, strict=True))
+    finally:
+        os.kill(pid, signal.SIGTERM)
+    answers = [answer for rollout in rollouts for answer in rollout.acknowledged]
+    assert len(answers) > KILLS
+    # After a restart each turn finds the parent that an earlier process staged.
+    assert {status for status, _ in answers} == {"staged"}
+    check_store(tmp_path, [body for _, body in answers])
+    verified = subprocess.run(
+        [sys.executable, "-m", "tokenplane.tools.cli", "verify", f"{tmp_path}/store", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert json.loads(verified.stdout)["verified"] is True
+
+
+async def finish(url: str, rollouts: list[Rollout]) -> None:
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+        for rollout in rollouts:
+            rollout_id, body, headers = rollout.request()
+            reply = await client.post(
+                f"/rollouts/{rollout_id}/v1/chat/completions", json=body, headers=headers
+            )
+            assert reply.status_code == 200, reply.text
+            rollout.take(reply.headers["x-tokenplane-capture"], reply.json())
+
+
+def check_store(folder: Path, acknowledged: list[dict[str, Any]]) -> None:
+    """Every acknowledged answer has one whole row that holds exactly it."""
+    with open_store(f"file://{folder}/store?mode=ro") as store:
+        by_response: dict[str, list[str | None]] = {}
+        for key, batch in store.scan("staged"):
+            row = parse_staged_row(batch, key=key)
+            row.call.check_digest()
+            assert row.ledger is not None
+            by_response.setdefault(row.ledger.response_id, []).append(row.ledger.response_body)
+    for body in acknowledged:
+        [stored] = by_response[body["id"]]
+        assert stored is not None
+        assert json.loads(stored) == body

@@ -1,0 +1,67 @@
+"""How a command begins and ends: its parser; its errors as one clear line and an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+from tokenplane.schemas.errors import ConfigError, TokenplaneError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def command_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """The parser of ``tokenplane NAME``, explained by the first line of its module's docstring."""
+    summary = (doc or "").partition("\n")[0].partition(": ")[2]
+    return argparse.ArgumentParser(
+        prog=f"tokenplane {name}", description=summary[:1].upper() + summary[1:]
+    )
+
+
+class Main(Protocol):
+    """A command: its arguments (None: those of the process) to its exit status."""
+
+    def __call__(self, argv: list[str] | None = None) -> int: ...
+
+
+def coded_errors(name: str) -> Callable[[Main], Main]:
+    """Turn the errors that leave a command's ``main`` into one line and a status.
+
+    ``ConfigError`` is wrong usage (2); every other error of ours, and what the operating system
+    refuses, is a failure (1). Anything else is a defect and keeps its traceback.
+    """
+
+    def decorate(main: Main) -> Main:
+        @functools.wraps(main)
+        def wrapped(argv: list[str] | None = None) -> int:
+            try:
+                status = main(argv)
+                sys.stdout.flush()
+            except TokenplaneError as error:
+                _say(name, error.code, str(error))
+                return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+            except BrokenPipeError:
+                # Whoever read us has seen enough (`| head`); what is buffered goes nowhere.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return EXIT_FAILED
+            except OSError as error:
+                _say(name, "os_error", str(error))
+                return EXIT_FAILED
+            except KeyboardInterrupt:
+                _say(name, "interrupted", "stopped by the user")
+                return EXIT_INTERRUPTED
+            return status
+
+        return wrapped
+
+    return decorate
+
+
+def _say(name: str, code: str, message: str) -> None:
+    print(f"tokenplane {name}: {code}: {message}", file=sys.stderr)

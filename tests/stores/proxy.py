@@ -42,17 +42,25 @@ class Proxy:
                 client = self._context.wrap_socket(client, server_side=True)
             server = socket.create_connection(("127.0.0.1", self._target))
             self._sockets += [client, server]
+            drop = threading.Event()
+            threading.Thread(target=self._reply, args=(server, client, drop), daemon=True).start()
             while data := client.recv(1 << 20):
-                server.sendall(data)
                 wanted = self.lose_replies_to
-                reply = server.recv(1 << 20)
                 if wanted is not None and wanted in data:
                     self.lose_replies_to = None
+                    drop.set()
+                server.sendall(data)
+
+    def _reply(self, server: socket.socket, client: socket.socket, drop: threading.Event) -> None:
+        with contextlib.suppress(OSError):
+            while data := server.recv(1 << 20):
+                if drop.is_set():
                     self.lost += 1
                     break
-                client.sendall(reply)
-            client.close()
-            server.close()
+                client.sendall(data)
+        for end in (client, server):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Stop listening and cut every connection."""

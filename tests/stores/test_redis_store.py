@@ -247,7 +247,7 @@ def test_nobody_there(tmp_path: Path) -> None:
 def test_a_store_over_tls(redis_server: RedisServer, tmp_path: Path) -> None:
     certificate, key = _certificate(tmp_path)
     proxy = Proxy(redis_server.port, tls=(certificate, key))
-    url = f"rediss://127.0.0.1:{proxy.port}/0?namespace=tls&timeout_s=3"
+    url = f"rediss://127.0.0.1:{proxy.port}/0?namespace=tls&timeout_s=1"
     with open_store(f"{url}&ssl_ca_certs={certificate}") as store:
         assert store.put("p", "k", plain_row(1))
         assert same_bits(store.get("p", ["k"])[0], plain_row(1))

@@ -208,33 +208,38 @@ def _intact(snapshot: Snapshot, ident: str) -> StagedCall:
 
 
 def _check_graph(manifest: Sequence[CallRecord]) -> None:
+    """Row by row: its parent, then whether its ancestors end. In this order a cycle shows as one,
+    although the lengths along it never fit either."""
     by_id = {record.model_call_id: record for record in manifest}
-    for record in manifest:
-        if record.parent_call_id is None:
-            continue
-        parent = by_id.get(record.parent_call_id)
-        if parent is None:
-            raise RebuildError(
-                "parent not in the manifest", code="missing_parent", key=record.parent_call_id
-            )
-        if parent.cum_len != record.prev_len:
-            raise RebuildError(
-                "a call does not start where its parent ends",
-                code="parent_length_mismatch",
-                expected=parent.cum_len,
-                got=record.prev_len,
-                key=record.model_call_id,
-            )
     settled: set[str] = set()
     for record in manifest:
+        if record.parent_call_id is not None:
+            _check_parent(record, by_id.get(record.parent_call_id))
         path: set[str] = set()
-        at: str | None = record.model_call_id
-        while at is not None and at not in settled:
-            if at in path:
-                raise RebuildError("the parents form a cycle", code="lineage_cycle", key=at)
-            path.add(at)
-            at = by_id[at].parent_call_id
+        at: CallRecord | None = record
+        while at is not None and at.model_call_id not in settled:
+            if at.model_call_id in path:
+                raise RebuildError(
+                    "the parents form a cycle", code="lineage_cycle", key=at.model_call_id
+                )
+            path.add(at.model_call_id)
+            at = None if at.parent_call_id is None else by_id.get(at.parent_call_id)
         settled |= path
+
+
+def _check_parent(record: CallRecord, parent: CallRecord | None) -> None:
+    if parent is None:
+        raise RebuildError(
+            "parent not in the manifest", code="missing_parent", key=record.parent_call_id
+        )
+    if parent.cum_len != record.prev_len:
+        raise RebuildError(
+            "a call does not start where its parent ends",
+            code="parent_length_mismatch",
+            expected=parent.cum_len,
+            got=record.prev_len,
+            key=record.model_call_id,
+        )
 
 
 def _linearize(receipt: RolloutReceipt, calls: Sequence[StagedCall]) -> LinearizedRollout:

@@ -15,9 +15,19 @@ import torch
 import transformers
 import uvicorn
 
+from tokenplane.engine_adapter import (
+    cpu_engine,
+    megatron_tiny,
+    model_source,
+    server_app,
+    server_parts,
+)
 from tokenplane.tools import serve
 
-LOADED = (megatron.core, torch, transformers, uvicorn)
+LOADED = (
+    *(megatron.core, torch, transformers, uvicorn),
+    *(cpu_engine, megatron_tiny, model_source, server_app, server_parts),
+)
 
 
 def run_child(line: str) -> int:

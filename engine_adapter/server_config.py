@@ -38,6 +38,8 @@ class ServerConfig(BaseModel):
     """Environment variable with the key that model calls must bring; None asks for none."""
     allow_weight_edit: bool = False
     """Serve ``/admin/perturb_weights``, which changes the model for demonstrations."""
+    engine_log: Path | None = None
+    """File to which the engine's own tokens of every request are appended, for checks."""
 
     tool_parser: ParserName = "auto"
     """How this model writes tool calls; auto looks at its chat template."""

@@ -21,10 +21,12 @@ from tokenplane.engine_adapter.server_config import (
     read_config_file,
     shown_url,
 )
-from tokenplane.schemas.errors import ConfigError, TokenplaneError
+from tokenplane.schemas.errors import ConfigError, StoreError, TokenplaneError
 
 if TYPE_CHECKING:
+    from tokenplane.engine_adapter.engine import Engine
     from tokenplane.engine_adapter.server_parts import ServerParts
+    from tokenplane.staging.store import StagingStore
 
 logger = logging.getLogger("tokenplane.server")
 
@@ -114,6 +116,7 @@ async def _serve(config: ServerConfig, control_token: str | None, api_key: str |
     with _bound(config) as listener:
         # Only now: torch, megatron-core and transformers take seconds to import.
         from tokenplane.engine_adapter.cpu_engine import MegatronCpuEngine
+        from tokenplane.engine_adapter.engine_log import LoggedEngine
         from tokenplane.engine_adapter.model_source import load_model
         from tokenplane.engine_adapter.server_app import create_app
         from tokenplane.engine_adapter.server_parts import build_parts
@@ -121,13 +124,16 @@ async def _serve(config: ServerConfig, control_token: str | None, api_key: str |
 
         with open_store(config.store) as store:
             loaded = load_model(config.model, cache_dir=_cache_dir(config), progress=_progress)
-            engine = MegatronCpuEngine(
+            _keep_tokenizer(store, loaded.tokenizer)
+            engine: Engine = MegatronCpuEngine(
                 loaded.model,
                 loaded.info,
                 loaded.detokenize,
                 max_live_requests=config.max_live_requests,
                 max_sequence_length=config.max_sequence_length,
             )
+            if config.engine_log is not None:
+                engine = LoggedEngine(engine, config.engine_log)
             parts = build_parts(
                 config,
                 engine=engine,
@@ -142,6 +148,16 @@ async def _serve(config: ServerConfig, control_token: str | None, api_key: str |
                 return await _run_http(app, parts, listener)
             finally:
                 await parts.close()
+
+
+def _keep_tokenizer(store: StagingStore, tokenizer: Any) -> None:
+    """For whoever reads the rows as text. Serving does without, so a full store only loses that."""
+    from tokenplane.engine_adapter.tokenizer_artifact import store_tokenizer
+
+    try:
+        store_tokenizer(store, tokenizer)
+    except StoreError as error:
+        logger.warning("the tokenizer was not stored: %s: %s", error.code, error)
 
 
 def _bound(config: ServerConfig) -> socket.socket:

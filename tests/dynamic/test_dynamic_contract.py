@@ -1,0 +1,39 @@
+"""Megatron's dynamic engine keeps the whole engine contract: direct, with experts, coordinated."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dynamic.dynamic_engines import DynamicEngines
+from tokenplane.engine_adapter.dynamic_coordinator_process import CoordinatorProcess
+from tokenplane.engine_adapter.testing import EngineContract
+from tokenplane.engine_adapter.testing_features import (
+    CancelContract,
+    SamplingContract,
+    StopContract,
+    StreamContract,
+)
+
+pytestmark = pytest.mark.engine
+
+
+class TestMegatronDynamicEngine(
+    DynamicEngines, EngineContract, SamplingContract, StopContract, StreamContract, CancelContract
+):
+    spec = "tiny"
+
+
+@pytest.mark.slow
+class TestMegatronDynamicEngineWithExperts(DynamicEngines, EngineContract):
+    spec = "tiny-moe"
+
+
+@pytest.mark.slow
+class TestMegatronDynamicEngineBehindItsCoordinator(
+    DynamicEngines, EngineContract, StreamContract, CancelContract
+):
+    mode = "coordinator"
+
+    @pytest.fixture(autouse=True)
+    def shared_coordinator(self, coordinator: CoordinatorProcess) -> None:
+        self.coordinator = coordinator

@@ -20,6 +20,7 @@ OWNERS = {
     "gguf": "engine_adapter/*",
     "jinja2": "engine_adapter/*",
     "megatron": "engine_adapter/*",
+    "msgpack": "engine_adapter/*",
     "omegaconf": "engine_adapter/*",
     "openai": "tools/*",
     "prometheus_client": "engine_adapter/*",
@@ -33,6 +34,7 @@ OWNERS = {
     "transfer_queue": "staging/t*q*.py",
     "transformers": "engine_adapter/*",
     "uvicorn": "engine_adapter/*",
+    "zmq": "engine_adapter/*",
     # The shipped contract suites are tests that users run.
     "hypothesis": "*/testing*.py",
     "pytest": "*/testing*.py",

@@ -125,10 +125,12 @@ def test_a_full_disk_loses_no_acknowledged_row(tmp_path: Path) -> None:
             acked.append(len(acked))
 
     try:
-        with RedisStore(server.url, timeout_s=1) as store:
-            # A server that must sync and cannot write its log ends itself; one in doubt says so.
-            with pytest.raises((StoreFullError, StoreUnavailableError)):
-                fill(store)
+        # A server that must sync its log and cannot write it ends itself.
+        with (
+            RedisStore(server.url, timeout_s=1) as store,
+            pytest.raises((StoreFullError, StoreUnavailableError)),
+        ):
+            fill(store)
         assert 5 < len(acked) < 40
         server.stop()
         server.file_limit = None
@@ -183,9 +185,8 @@ def test_a_cluster_is_followed_to_the_node_that_holds_the_slot(tmp_path: Path) -
         clients = [node.client() for node in nodes]
         clients[0].cluster("ADDSLOTSRANGE", 0, 8191)
         clients[1].cluster("ADDSLOTSRANGE", 8192, 16383)
-        clients[0].execute_command(
-            "CLUSTER", "MEET", "127.0.0.1", nodes[1].port, nodes[1].settings["cluster_port"]
-        )
+        other = nodes[1]
+        clients[0].cluster("MEET", "127.0.0.1", other.port, other.settings["cluster_port"])
         deadline = time.monotonic() + 20
         while not all(c.cluster("INFO")["cluster_state"] == "ok" for c in clients):
             assert time.monotonic() < deadline

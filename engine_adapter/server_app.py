@@ -129,7 +129,13 @@ class ModelRoutes:
     async def _start_stream(self, request: Request, parsed: ParsedRequest) -> Response:
         call, answers = parsed.call, self._parts.answers
         buffered = call.parse_tools or call.log_probs or answers.split_thoughts
-        stream = StreamedCall(self._call, parsed, answers.text, buffered=buffered)
+        stream = StreamedCall(
+            self._call,
+            parsed,
+            answers.text,
+            buffered=buffered,
+            heartbeat_s=self._parts.config.heartbeat_s,
+        )
         await until_disconnect(request.receive, stream.start())
         capture = "off" if call.capture is None else "pending"
         return EventStreamResponse(stream, {CAPTURE_HEADER: capture})

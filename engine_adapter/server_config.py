@@ -66,6 +66,8 @@ class ServerConfig(BaseModel):
     """For one control call."""
     drain_timeout_s: float = Field(default=30.0, gt=0)
     """How long a stopping server lets running calls finish."""
+    heartbeat_s: float = Field(default=15.0, gt=0)
+    """A stream with nothing to say for so long sends a comment, so that no proxy cuts it."""
     max_body_bytes: int = Field(default=32 * 2**20, ge=1024)
     """Larger requests get 413."""
     max_in_flight: int = Field(default=1024, ge=1)

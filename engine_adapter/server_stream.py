@@ -30,8 +30,6 @@ logger = logging.getLogger("tokenplane.server")
 
 _DONE = b"data: [DONE]\n\n"
 _HEARTBEAT = b": waiting\n\n"
-HEARTBEAT_S = 15.0
-"""A stream with nothing to say for so long sends a comment, so that no proxy cuts it."""
 
 
 class Serve(Protocol):
@@ -83,13 +81,23 @@ class StreamedCall:
 
     With tools, thoughts to be split off, or log-probabilities, nothing is sent before the whole
     answer is known: a beginning of it could be taken back by what follows.
+
+    Args:
+        heartbeat_s: a stream with nothing to say for so long sends a comment.
     """
 
     def __init__(
-        self, serve: Serve, parsed: ParsedRequest, text: AnswerText, *, buffered: bool
+        self,
+        serve: Serve,
+        parsed: ParsedRequest,
+        text: AnswerText,
+        *,
+        buffered: bool,
+        heartbeat_s: float,
     ) -> None:
         self._parsed = parsed
         self._buffered = buffered
+        self._heartbeat_s = heartbeat_s
         self._decoder = text.stream()
         self._events: asyncio.Queue[list[int] | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -132,7 +140,7 @@ class StreamedCall:
                     yield _event(make(call.answer_id, call.created, call.model, delta))
                 while True:
                     try:
-                        ids = await asyncio.wait_for(self._events.get(), HEARTBEAT_S)
+                        ids = await asyncio.wait_for(self._events.get(), self._heartbeat_s)
                         break
                     except TimeoutError:
                         yield _HEARTBEAT

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import json
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from fastapi import FastAPI
 
 from tokenplane.engine_adapter.cpu_engine import MegatronCpuEngine
 from tokenplane.engine_adapter.engine import Engine
@@ -50,6 +53,7 @@ class Served:
     """One server and what a test looks at."""
 
     parts: ServerParts
+    app: FastAPI
     client: httpx.AsyncClient
 
     @property
@@ -111,7 +115,7 @@ async def serving(
     transport = httpx.ASGITransport(app)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            yield Served(parts, client)
+            yield Served(parts, app, client)
     finally:
         await parts.close()
         if own:
@@ -133,6 +137,63 @@ def scripted(script: Script | Iterable[Answer], *, step_s: float = 0.0) -> Scrip
             model.info, lambda _request: next(left), model.detokenize, step_s=step_s
         )
     return ScriptedEngine(model.info, script, model.detokenize, step_s=step_s)
+
+
+class HandDrivenStream:
+    """One streamed chat by the ASGI protocol itself: the in-process HTTP client hands over whole
+    bodies only, and cannot go away in the middle of one."""
+
+    def __init__(self, served: Served, rollout: str = "r1", **body: Any) -> None:
+        self._app: Any = served.app
+        self._path = f"/rollouts/{rollout}/v1/chat/completions"
+        self._body: bytes | None = json.dumps(
+            {"messages": [user("a")], "stream": True} | body
+        ).encode()
+        self._pieces: list[str] = []
+        self.headers = [(b"content-type", b"application/json")]
+        self.gone = asyncio.Event()
+        """Set it to go away."""
+
+    @property
+    def text(self) -> str:
+        """What has been received so far."""
+        return "".join(self._pieces)
+
+    @property
+    def content(self) -> str:
+        """The answer's text so far."""
+        chunks = [json.loads(event) for event in events_of(self.text) if event != "[DONE]"]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk.get("choices")]
+        return "".join(delta.get("content") or "" for delta in deltas)
+
+    async def run(self) -> None:
+        """Until the server has ended the response."""
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": self._path,
+            "raw_path": self._path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": self.headers,
+            "client": ("127.0.0.1", 1),
+            "server": ("server", 80),
+        }
+        await self._app(scope, self._receive, self._send)
+
+    async def _receive(self) -> dict[str, Any]:
+        body, self._body = self._body, None
+        if body is not None:
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.body":
+            self._pieces.append(message["body"].decode())
 
 
 def text_of(reply: httpx.Response) -> str:

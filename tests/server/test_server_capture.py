@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -132,8 +133,6 @@ async def test_history_of_elsewhere_is_a_root_only_in_an_empty_rollout() -> None
 
 def lossy_tokenizer() -> Any:
     """A template that drops user turns after an assistant's: no boundary can be proven there."""
-    import copy
-
     tokenizer = copy.deepcopy(tiny().tokenizer)
     tokenizer.chat_template = (
         "{% for m in messages %}{% if loop.first or m.role == 'assistant' %}"

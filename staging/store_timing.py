@@ -120,9 +120,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=1024, help="per row")
     options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        with open_store(options.url or (Path(folder) / "store").as_uri()) as store:
-            timings = time_store(store, Path(folder), rows=options.rows, tokens=options.tokens)
+    with (
+        tempfile.TemporaryDirectory(dir=Path.cwd()) as folder,
+        open_store(options.url or (Path(folder) / "store").as_uri()) as store,
+    ):
+        timings = time_store(store, Path(folder), rows=options.rows, tokens=options.tokens)
     for timing in timings:
         sys.stdout.write(
             f"{timing.name:<40} p50 {timing.p50_s * 1e3:7.3f} ms"

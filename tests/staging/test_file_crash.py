@@ -10,13 +10,14 @@ import time
 from pathlib import Path
 
 import apsw
+import pytest
 
 from tokenplane.staging.file_store import FileStore
 from tokenplane.staging.store_types import RetentionPolicy, to_blob
 from tokenplane.staging.testing_backend import plain_row, same_bits
 
 PROGRAM = Path(__file__).with_name("crash_writer.py")
-ROUNDS = 4
+ROUNDS = 3
 WRITERS = 3
 
 
@@ -42,6 +43,7 @@ def kill_all(processes: list[subprocess.Popen[bytes]], after_s: float) -> list[l
     return said
 
 
+@pytest.mark.slow
 def test_every_acknowledged_row_survives_kill_9_of_its_writers(tmp_path: Path) -> None:
     root = tmp_path / "store"
     rng = random.Random(7)

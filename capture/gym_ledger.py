@@ -12,14 +12,14 @@ lose its parent. Different sequences stay unresolved.
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import sha256
 from typing import Any
 
 from tokenplane.capture.ledger import check_rollout_id
-from tokenplane.schemas.errors import InvalidRecordError
+from tokenplane.schemas.errors import InvalidRecordError, KeyConflictError
 from tokenplane.schemas.fingerprints import (
     FINGERPRINT_VERSION,
     assistant_fingerprint,
@@ -102,14 +102,14 @@ class GymLedger:
 
         Raises:
             InvalidRecordError: not a ``CaptureLedgerCommit``.
-            KeyConflictError: another commit under the same call id.
+            KeyConflictError: another commit under the same call id, or a failure of the call.
         """
         await asyncio.to_thread(self._record, commit)
 
     async def record_failure(self, rollout_id: str, model_call_id: str, reason: str) -> None:
-        """Record a call that was not captured."""
+        """Record a call that was not captured. The same reason again is a no-op."""
         check_rollout_id(rollout_id)
-        key = f"{rollout_id}/{model_call_id}/failure-{uuid.uuid4().hex[:16]}"
+        key = _failure_prefix(rollout_id, model_call_id) + sha256(reason.encode()).hexdigest()[:16]
         row = GymLedgerRow(rollout_id, model_call_id, reason=reason)
         await asyncio.to_thread(self._store.put, self._partition, key, row.to_batch())
 
@@ -150,6 +150,11 @@ class GymLedger:
             fingerprint_version=FINGERPRINT_VERSION,
         )
         check_rollout_id(row.rollout_id)
+        failed = self._store.keys(
+            self._partition, _failure_prefix(row.rollout_id, row.model_call_id)
+        )
+        if failed:
+            raise KeyConflictError("the call is recorded as failed", key=failed[0])
         key = f"{row.rollout_id}/{row.model_call_id}"
         self._store.put(self._partition, key, row.to_batch())
 
@@ -186,6 +191,10 @@ class GymLedger:
             chain_hash=record.chain_hash,
         )
         return ParentResolution(ParentStatus.RESOLVED, match)
+
+
+def _failure_prefix(rollout_id: str, model_call_id: str) -> str:
+    return f"{rollout_id}/{model_call_id}/failure-"
 
 
 def _plain(record: Any) -> CallRecord:

@@ -103,3 +103,12 @@ def test_what_cannot_be_fingerprinted_is_kept_and_never_a_parent(ledger: GymLedg
     odd = {"role": "user", "content": [{"no": "type"}]}
     run(ledger.record(commit("a", items=[odd])))
     assert len(run(ledger.manifest("0-1"))["records"]) == 1
+
+
+def test_a_failed_call_stays_failed_and_a_repeated_reason_counts_once(ledger: GymLedger) -> None:
+    for _ in range(2):
+        run(ledger.record_failure("0-1", "a", "worker_capture_failed"))
+    with pytest.raises(KeyConflictError, match="failed"):
+        run(ledger.record(commit("a")))
+    manifest = RolloutManifest(**run(ledger.manifest("0-1")))
+    assert (manifest.records, len(manifest.failures)) == ([], 1)

@@ -160,3 +160,15 @@ class MessagesAgent(Agent):
 AGENTS: dict[str, type[Agent]] = {
     agent.dialect: agent for agent in (ChatAgent, ResponsesAgent, MessagesAgent)
 }
+
+_CALL = '<tool_call>{"name": "add", "arguments": {"a":  1, "b": 2.50}}</tool_call>'
+_AGAIN = '<tool_call>{"name": "add", "arguments": {"a": 3.5, "b": 4}}</tool_call>'
+ANSWERS = [f"Let me see.\n{_CALL}", _AGAIN, "It is 7.5.", "Bye, and thanks."]
+
+
+async def run_rollout(agent: Agent) -> None:
+    """Four calls: a tool with words, a tool without, the result, and another user turn."""
+    await agent.ask("1 + 2.5 + 4?")
+    await agent.finish_tools()
+    await agent.finish_tools()
+    await agent.ask("Thank you.")

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.interop.gym_agents import AGENTS, Agent
+from tests.interop.gym_agents import AGENTS, ANSWERS, run_rollout
 from tests.interop.gym_engine import collect, find_token_fields, listening
 from tests.interop.gym_process import GymModelServer
 from tests.interop.gym_proxy import EngineProxy
@@ -18,18 +18,6 @@ from tokenplane.engine_adapter.scripted_engine import ScriptedEngine
 from tokenplane.schemas.wire import CaptureAdmission, CommitCoords
 
 pytestmark = [pytest.mark.engine]
-
-CALL = '<tool_call>{"name": "add", "arguments": {"a":  1, "b": 2.50}}</tool_call>'
-AGAIN = '<tool_call>{"name": "add", "arguments": {"a": 3.5, "b": 4}}</tool_call>'
-ANSWERS = [f"Let me see.\n{CALL}", AGAIN, "It is 7.5.", "Bye, and thanks."]
-
-
-async def run_rollout(agent: Agent) -> None:
-    """Four calls: a tool with words, a tool without, the result, and another user turn."""
-    await agent.ask("1 + 2.5 + 4?")
-    await agent.finish_tools()
-    await agent.finish_tools()
-    await agent.ask("Thank you.")
 
 
 def check_tokens(engine: ScriptedEngine, token_ids: np.ndarray, mask: np.ndarray) -> None:

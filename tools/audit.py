@@ -8,7 +8,8 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tokenplane.tools.command_frame import EXIT_FAILED, coded_errors, command_parser
+from tokenplane.tools.command_frame import coded_errors, command_parser
+from tokenplane.tools.exit_status import EXIT_FAILED
 
 if TYPE_CHECKING:
     from tokenplane.tools.audit_numbers import Audit

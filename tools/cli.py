@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 
-from tokenplane.tools.command_frame import EXIT_USAGE
+from tokenplane.tools.exit_status import EXIT_USAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tokenplane.schemas.errors import ConfigError, TokenplaneError
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
+from tokenplane.tools.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 
 
 def command_parser(name: str, doc: str | None) -> argparse.ArgumentParser:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenplane.schemas.errors import MissingRowError
-from tokenplane.tools.command_frame import EXIT_FAILED, coded_errors, command_parser
+from tokenplane.tools.command_frame import coded_errors, command_parser
+from tokenplane.tools.exit_status import EXIT_FAILED
 
 if TYPE_CHECKING:
     from tokenplane.staging.store import StagingStore

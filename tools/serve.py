@@ -22,6 +22,7 @@ from tokenplane.engine_adapter.server_config import (
     shown_url,
 )
 from tokenplane.schemas.errors import ConfigError, StoreError, TokenplaneError
+from tokenplane.tools.command_frame import command_parser
 
 if TYPE_CHECKING:
     from tokenplane.engine_adapter.engine import Engine
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command by itself."""
-    parser = argparse.ArgumentParser(prog="tokenplane serve", description=__doc__)
+    parser = command_parser("serve", __doc__)
     add_arguments(parser)
     return run(parser.parse_args(argv))
 

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenplane.tools.command_frame import EXIT_FAILED, coded_errors, command_parser
+from tokenplane.tools.command_frame import coded_errors, command_parser
+from tokenplane.tools.exit_status import EXIT_FAILED
 
 if TYPE_CHECKING:
     from tokenplane.schemas.training_row import TrainingRow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,23 +22,32 @@ def test_an_unknown_scheme_names_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "library", "extra"),
+    ("url", "extra"),
     [
-        ("redis://localhost:1", "redis", "tokenplane[redis]"),
-        ("rediss://localhost:1", "redis", "tokenplane[redis]"),
-        ("tq://run", "ray", "tokenplane[ray]"),
+        ("redis://localhost:1", "tokenplane[redis]"),
+        ("rediss://localhost:1", "tokenplane[redis]"),
+        ("tq://run", "tokenplane[ray]"),
     ],
 )
-def test_a_missing_library_names_the_extra_to_install(
-    monkeypatch: pytest.MonkeyPatch, url: str, library: str, extra: str
+def test_a_backend_that_does_not_import_names_the_extra_to_install(
+    monkeypatch: pytest.MonkeyPatch, url: str, extra: str
 ) -> None:
-    scheme = url.partition(":")[0]
-    module = BACKENDS[scheme].partition(":")[0]
-    monkeypatch.setitem(sys.modules, library, None)
+    module = BACKENDS[url.partition(":")[0]].partition(":")[0]
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UnsupportedStoreError) as caught:
         open_store(url)
     assert extra in str(caught.value)
+
+
+def test_a_missing_library_is_named() -> None:
+    program = (
+        "import sys; sys.modules['redis'] = None\n"
+        "from tokenplane.staging import open_store\n"
+        "try: open_store('redis://localhost:1')\n"
+        "except Exception as exc: print(type(exc).__name__, exc)"
+    )
+    said = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert said.startswith("UnsupportedStoreError redis: needs the module redis")
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,11 @@ dist-check: install ## Build sdist and wheel, install the base, look inside
 demo: install ## Roll out, stage, collect and audit with a small real model on the CPU
 	$(BIN)/tokenplane demo --out $(DEMO_OUT)
 
+.PHONY: gpu-check
+gpu-check: install ## On a machine with one CUDA GPU: engine contract, capture, throughput
+	$(BIN)/python -m pytest tests/dynamic/gpu_contract.py $(PYTEST_ARGS)
+	PYTHONPATH=. $(BIN)/python scripts/gpu_check.py --out gpu-check-out
+
 .PHONY: lock
 lock: ## Write requirements/*.txt anew; UPGRADE=1 moves to the newest releases
 	@sh scripts/bootstrap.sh lock $(if $(UPGRADE),--upgrade)

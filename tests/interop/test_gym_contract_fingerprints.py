@@ -98,6 +98,21 @@ def test_conversations_of_anything(gym: GymContract, items: list[Any]) -> None:
     ask_both(gym, "fingerprints", items=items).agree()
 
 
+NAMES: list[Any] = [None, "", "f", 0, 5, 1.5, False, [], {"a": None}]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=repr)
+def test_odd_names_of_every_dialect(gym: GymContract, name: Any) -> None:
+    for named in ({"name": name}, {}):
+        for item in (
+            {"type": "function_call", "call_id": "t", **named},
+            {"type": "function_call", "call_id": "t", "namespace": name, **named},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": name, **named}]},
+            {"role": "assistant", "tool_calls": [{"id": name, "function": named}]},
+        ):
+            assert ask_both(gym, "fingerprints", items=[item]).agree().accepted
+
+
 @given(ODD)
 def test_items_that_are_no_objects(gym: GymContract, item: Any) -> None:
     ask_both(gym, "fingerprints", items=[{"role": "user", "content": "x"}, item]).agree()

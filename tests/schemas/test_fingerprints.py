@@ -137,6 +137,24 @@ def test_odd_tool_calls_read_as_the_other_side_reads_them(call: Any, expected: o
     assert tool_calls({"role": "assistant", "tool_calls": [call]}) == [expected]
 
 
+NULL_NAMES: list[Item] = [
+    {"type": "function_call", "call_id": "t", "name": None},
+    {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": None}]},
+    {"role": "assistant", "tool_calls": [chat_call(None, None, "t")]},
+]
+
+
+@pytest.mark.parametrize("item", NULL_NAMES, ids=["responses", "anthropic", "chat"])
+def test_a_null_name_reads_as_none_and_an_absent_one_as_empty(item: Item) -> None:
+    assert tool_calls(item) == [("t", "None", "")]
+    absent = {key: value for key, value in item.items() if key != "name"}
+    if "content" in absent:
+        absent["content"] = [{"type": "tool_use", "id": "t"}]
+    if "tool_calls" in absent:
+        absent["tool_calls"] = [{"id": "t", "function": {"arguments": None}}]
+    assert tool_calls(absent) == [("t", "", "")]
+
+
 def test_a_namespace_is_part_of_the_name() -> None:
     item = {"type": "function_call", "call_id": "t", "name": "f", "namespace": "ns"}
     assert tool_calls(item) == [("t", "ns__f", "")]

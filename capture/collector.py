@@ -13,6 +13,7 @@ from tokenplane.capture.receipt import Strictness, build_receipt
 from tokenplane.capture.terminal import select_terminal_call
 from tokenplane.capture.training_rows import RolloutOutcome, placeholder, to_training_row
 from tokenplane.schemas.errors import (
+    ConfigError,
     RebuildError,
     ReceiptVerificationError,
     StoreError,
@@ -58,7 +59,7 @@ leaf, abandoned branches too."""
 class Collector:
     """Verifies and linearizes rollouts, and publishes their rows.
 
-    Never raises for a bad rollout: it becomes a placeholder row (one carried token, mask 0,
+    Never raises for a bad rollout: that becomes a placeholder row (one carried token, mask 0,
     ``sample_mask`` 0) with the reason, so that a group always has its size.
 
     Args:
@@ -87,11 +88,17 @@ class Collector:
         self._salvage = salvage
 
     def finalize(self, rollout: str | RolloutOutcome) -> list[TrainingRow]:
-        """The rollout's training rows, the terminal's first; a placeholder if it is not proven."""
+        """The rollout's training rows, the terminal's first; a placeholder if it is not proven.
+
+        Raises:
+            TokenplaneError: nothing is said about the rollout: a store or a manifest cannot be read
+                now (retryable), or a setting is wrong (``ConfigError``).
+        """
         outcome = RolloutOutcome(rollout) if isinstance(rollout, str) else rollout
         try:
             return self._rows(outcome)
         except (TokenplaneError, ValueError) as exc:
+            _pass_on(exc)
             code = code_of(exc, "invalid_manifest")
             if isinstance(exc, ReceiptVerificationError) and code == "rollout_failed":
                 code = exc.message
@@ -168,7 +175,8 @@ class Collector:
             if receipt.failure_reason is not None:
                 return None
             chain = terminal_chain(receipt.manifest, receipt.terminal_model_call_id)
-        except (TokenplaneError, ValueError):
+        except (TokenplaneError, ValueError) as exc:
+            _pass_on(exc)
             logger.info("nothing to salvage of %s", outcome.rollout_id, exc_info=True)
             return None
         for length in range(len(chain), 0, -1):
@@ -177,7 +185,8 @@ class Collector:
                 staged = list(self._fetch(chain[:length], {}).values())
                 linear = verify_and_linearize(part, [row.call for row in staged])
                 return to_training_row(outcome, part, linear, staged, reason=reason)
-            except (TokenplaneError, ValueError):
+            except (TokenplaneError, ValueError) as exc:
+                _pass_on(exc)
                 logger.info("%s: %d calls do not verify", outcome.rollout_id, length)
         return None
 
@@ -236,6 +245,12 @@ def chains_of(receipt: RolloutReceipt, segments: Segments) -> list[list[CallReco
                 )
             chains.append(terminal_chain(records, choice.model_call_id))
     return chains
+
+
+def _pass_on(error: Exception) -> None:
+    """Raise what another try may settle: a placeholder for it would stand for ever."""
+    if isinstance(error, ConfigError) or getattr(error, "retryable", False):
+        raise error
 
 
 def _chain_receipt(receipt: RolloutReceipt, chain: Sequence[CallRecord]) -> RolloutReceipt:

@@ -25,6 +25,9 @@ COMMANDS = {
         "tokenplane.tools.demo", "roll out, stage, collect and check with a real small model"
     ),
     "serve": Command("tokenplane.tools.serve", "serve a model over the OpenAI API, with capture"),
+    "collect": Command(
+        "tokenplane.tools.collect", "verify a NeMo-Gym run and publish its training rows"
+    ),
     "replay": Command(
         "tokenplane.tools.replay", "show a rollout turn by turn, or check published rows"
     ),

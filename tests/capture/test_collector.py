@@ -11,7 +11,7 @@ from tests.capture.rollouts import Call, RolloutMaker
 from tokenplane.capture.collector import Collector
 from tokenplane.capture.token_stager import TQMegatronTokenStager
 from tokenplane.capture.training_rows import RolloutOutcome
-from tokenplane.schemas.errors import KeyConflictError, StoreUnavailableError
+from tokenplane.schemas.errors import ConfigError, KeyConflictError, StoreUnavailableError
 from tokenplane.schemas.manifest import CallRecord, ManifestFailure, RolloutManifest
 from tokenplane.schemas.training_row import parse_training_row
 from tokenplane.staging import StagingStore, TokenSink, TokenSource, open_store
@@ -213,3 +213,22 @@ def test_salvage_of_a_rollout_whose_last_call_failed() -> None:
     [row] = rig.collector(manifest, salvage=True).finalize(outcome)
     assert row.token_ids.tolist() == rig.chain[-1].tokens.tolist()
     assert row.reason == "stage_failed"
+
+
+@pytest.mark.parametrize("salvage", [False, True])
+def test_what_another_try_may_settle_is_no_placeholder(salvage: bool) -> None:
+    """A store that is down says nothing about the rollout; neither does a refused secret."""
+    rig = Rig()
+
+    class Down:
+        def fetch_rows(self, keys: Any) -> Any:
+            raise StoreUnavailableError("down")
+
+    class Refused:
+        def manifest(self, rollout_id: str) -> Any:
+            raise ConfigError("the control secret")
+
+    with pytest.raises(StoreUnavailableError):
+        Collector(Down(), rig.manifest, salvage=salvage).finalize(rig.outcome)
+    with pytest.raises(ConfigError):
+        Collector(TokenSource(rig.store), Refused(), salvage=salvage).finalize(rig.outcome)

@@ -1,0 +1,299 @@
+"""``tokenplane collect``: verify the rollouts of a NeMo-Gym run and publish their training rows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenplane.tools.command_frame import coded_errors, command_parser
+from tokenplane.tools.exit_status import EXIT_FAILED
+
+if TYPE_CHECKING:
+    from tokenplane.capture.collector import ManifestProvider, Segments
+    from tokenplane.capture.receipt import Strictness
+    from tokenplane.capture.training_rows import RolloutOutcome
+    from tokenplane.schemas.training_row import TrainingRow
+    from tokenplane.staging.store import StagingStore
+
+CONTROL_TOKEN_ENV = "NEMO_GYM_TOKEN_CAPTURE_CONTROL_TOKEN"
+STRICTNESS = ("chain", "gym")
+SEGMENTS = ("terminal", "roots", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedRollout:
+    """What became of one rollout."""
+
+    rollout_id: str
+    status: str
+    """verified, salvaged, or placeholder."""
+    reason: str | None
+    """Why it is not verified, or where its published rows differ from these."""
+    rows: int
+    calls: int
+    tokens: int
+    trainable: int
+    terminal: str | None
+    """How its terminal call was found."""
+    reward: float | None
+    published: int
+    """Rows that this run added; the others were there already."""
+    cleaned: int = 0
+    """Staged rows removed after the rows were durable."""
+    clean_error: str | None = None
+
+
+@dataclass(slots=True)
+class CollectReport:
+    """All rollouts of one run, in the order of the file."""
+
+    rollouts: list[CollectedRollout] = field(default_factory=list)
+
+    @property
+    def unverified(self) -> list[CollectedRollout]:
+        """Rollouts without a verified row."""
+        return [r for r in self.rollouts if r.status != "verified" or r.reason is not None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the rollouts, their manifests and their staged rows are."""
+    parser.add_argument("--gym", required=True, metavar="URL", help="Gym's policy model server")
+    parser.add_argument("--store", required=True, metavar="URL", help="staging store, or a folder")
+    parser.add_argument(
+        "--rollouts", required=True, type=Path, metavar="FILE", help="rollouts file of the run"
+    )
+    parser.add_argument(
+        "--parquet", type=Path, metavar="OUT", help="also write the rows of these rollouts here"
+    )
+    parser.add_argument(
+        "--strictness",
+        choices=STRICTNESS,
+        default="chain",
+        help="chain: the terminal's chain must verify (default); gym: every call of the rollout",
+    )
+    parser.add_argument(
+        "--segments",
+        choices=SEGMENTS,
+        default="terminal",
+        help="which chains become rows: the terminal's (default), every root's, or every leaf's",
+    )
+    parser.add_argument(
+        "--salvage",
+        action="store_true",
+        help="publish the verified part of a damaged rollout, marked, instead of a placeholder",
+    )
+    parser.add_argument(
+        "--clean", action="store_true", help="remove staged rows once their row is published"
+    )
+    parser.add_argument(
+        "--control-token-env",
+        default=CONTROL_TOKEN_ENV,
+        metavar="NAME",
+        help=f"environment variable with the control secret (default: {CONTROL_TOKEN_ENV})",
+    )
+    parser.add_argument(
+        "--timeout-s", type=float, default=60.0, metavar="S", help="of each request (default: 60)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+@coded_errors("collect")
+def main(argv: list[str] | None = None) -> int:
+    """0: every rollout has a verified row; 1: one has none, or a store or server failed."""
+    parser = command_parser("collect", __doc__)
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    from tokenplane.capture.gym_rollouts import GymManifests, read_outcomes
+    from tokenplane.schemas.errors import ConfigError
+    from tokenplane.staging.open_store import open_store
+    from tokenplane.tools.export_parquet import export
+
+    token = os.environ.get(args.control_token_env)
+    if not token:
+        raise ConfigError("the environment holds no control secret", key=args.control_token_env)
+    outcomes = list(read_outcomes(args.rollouts))
+    with (
+        open_store(store_url(args.store)) as store,
+        GymManifests(args.gym, token, timeout_s=args.timeout_s) as manifests,
+    ):
+        report = collect(
+            _with_progress(outcomes),
+            manifests,
+            store,
+            strictness=args.strictness,
+            segments=args.segments,
+            salvage=args.salvage,
+            clean=args.clean,
+        )
+        if args.parquet is not None and outcomes:
+            export(store, args.parquet, "rows", {outcome.rollout_id for outcome in outcomes})
+    if args.json:
+        shown = {
+            "rollouts": [asdict(rollout) for rollout in report.rollouts],
+            "verified": len(report.rollouts) - len(report.unverified),
+            "unverified": len(report.unverified),
+        }
+        print(json.dumps(shown, indent=2))
+    else:
+        _print_report(report)
+    return EXIT_FAILED if report.unverified or not report.rollouts else 0
+
+
+def store_url(text: str) -> str:
+    """A store URL; a plain path is a file store's folder.
+
+    Raises:
+        ConfigError: a ``memory:`` store, which no other process can fill.
+    """
+    from tokenplane.schemas.errors import ConfigError
+
+    if text.startswith("memory:"):
+        raise ConfigError("a memory: store lives in one process only", got=text)
+    return text if ":" in text else Path(text).absolute().as_uri()
+
+
+def collect(
+    outcomes: Iterable[RolloutOutcome],
+    manifests: ManifestProvider,
+    store: StagingStore,
+    *,
+    strictness: Strictness = "chain",
+    segments: Segments = "terminal",
+    salvage: bool = False,
+    clean: bool = False,
+) -> CollectReport:
+    """Finalize and publish each rollout. Running it again adds nothing and removes nothing new.
+
+    A rollout whose rows were published, and whose staged rows were cleaned, keeps those rows.
+
+    Raises:
+        TokenplaneError: a store or the model server cannot be asked; rollouts before it are
+            published.
+    """
+    from tokenplane.capture.collector import Collector
+    from tokenplane.schemas.errors import KeyConflictError
+    from tokenplane.schemas.staged_row import STAGED_PARTITION
+    from tokenplane.staging.token_source import TokenSource
+
+    collector = Collector(
+        TokenSource(store), manifests, strictness=strictness, segments=segments, salvage=salvage
+    )
+    report = CollectReport()
+    for outcome in outcomes:
+        rows = collector.finalize(outcome)
+        if not rows[0].sample_mask or rows[0].salvaged:
+            rows = published_rows(store, outcome.rollout_id) or rows
+        try:
+            done = collector.publish(
+                rows, store, clean_partition=STAGED_PARTITION if clean else None
+            )
+        except KeyConflictError as error:
+            # An earlier collection said something else; what is published is never replaced.
+            report.rollouts.append(_summary(rows, conflict=error.code))
+            continue
+        summary = _summary(rows, published=done.published)
+        report.rollouts.append(
+            _with_cleaning(summary, done.cleaned_rows, done.clean_error) if clean else summary
+        )
+    return report
+
+
+def published_rows(store: StagingStore, rollout_id: str) -> list[TrainingRow]:
+    """The verified rows of the rollout that are published already, in order; empty if none is."""
+    from tokenplane.schemas.training_row import TRAINING_PARTITION, parse_training_row
+
+    found = [
+        parse_training_row(batch, key=key)
+        for key, batch in store.scan(TRAINING_PARTITION, rollout_id)
+    ]
+    verified = [
+        row
+        for row in found
+        if row.rollout_id == rollout_id and row.sample_mask and not row.salvaged
+    ]
+    return sorted(verified, key=lambda row: row.segment)
+
+
+def _summary(
+    rows: list[TrainingRow], *, published: int = 0, conflict: str | None = None
+) -> CollectedRollout:
+    first = rows[0]
+    status = "salvaged" if first.salvaged else "verified" if first.sample_mask else "placeholder"
+    return CollectedRollout(
+        rollout_id=first.rollout_id,
+        status=status,
+        reason=conflict or first.reason,
+        rows=len(rows),
+        calls=sum(len(row.call_spans) for row in rows),
+        tokens=sum(len(row.token_ids) for row in rows) if first.call_spans else 0,
+        trainable=sum(row.trainable_tokens for row in rows),
+        terminal=first.terminal_selection,
+        reward=first.reward,
+        published=published,
+    )
+
+
+def _with_cleaning(summary: CollectedRollout, cleaned: int, error: str | None) -> CollectedRollout:
+    return replace(summary, cleaned=cleaned, clean_error=error)
+
+
+def _with_progress(outcomes: list[RolloutOutcome]) -> Iterator[RolloutOutcome]:
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    yield from track(
+        outcomes,
+        description="collecting",
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+def _print_report(report: CollectReport) -> None:
+    from rich.table import Table
+
+    from tokenplane.tools.wide_console import open_console
+
+    columns: dict[str, Callable[[CollectedRollout], object]] = {
+        "rollout": lambda r: r.rollout_id,
+        "status": lambda r: r.status,
+        "reason": lambda r: r.reason or "",
+        "rows": lambda r: r.rows,
+        "calls": lambda r: r.calls,
+        "tokens": lambda r: r.tokens,
+        "trainable": lambda r: r.trainable,
+        "terminal": lambda r: r.terminal or "",
+        "reward": lambda r: "" if r.reward is None else f"{r.reward:g}",
+        "new": lambda r: r.published,
+        "cleaned": lambda r: r.cleaned,
+    }
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in _WORDS else "right")
+    for rollout in report.rollouts:
+        table.add_row(*(str(show(rollout)) for show in columns.values()))
+    console = open_console()
+    console.print(table)
+    total = len(report.rollouts)
+    print(f"\n{total - len(report.unverified)} of {total} rollouts have a verified row")
+    for reason, count in Counter(r.reason or r.status for r in report.unverified).most_common():
+        print(f"  {count} x {reason}")
+    for rollout in report.rollouts:
+        if rollout.clean_error is not None:
+            print(f"not cleaned: {rollout.rollout_id}: {rollout.clean_error}", file=sys.stderr)
+
+
+_WORDS = ("rollout", "status", "reason", "terminal")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

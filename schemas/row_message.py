@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 
 import pyarrow as pa
 
@@ -72,12 +73,43 @@ def decode_message(
     if hashlib.sha256(payload).digest() != digest:
         raise CorruptRowError("row message fails its checksum", key=key)
     try:
-        with pa.ipc.open_stream(payload) as reader:
-            batches = list(reader)
-        (batch,) = batches
+        batch = _read_batch(payload)
         return batch if columns is None else batch.select(list(columns))
-    except (pa.ArrowInvalid, KeyError, OSError, ValueError) as exc:
+    except (pa.ArrowInvalid, EOFError, KeyError, OSError, ValueError) as exc:
         raise CorruptRowError("row message is not one readable batch", key=key) from exc
+
+
+def _read_batch(payload: pa.Buffer) -> pa.RecordBatch:
+    """The one batch of an Arrow IPC stream: a schema message, a batch message, the end.
+
+    Every row of a partition starts with the same schema message, and parsing it costs about as
+    much as all the rest, so it is parsed once per distinct message.
+    """
+    head = _schema_bytes(payload)
+    schema = _parse_schema(payload[:head].to_pybytes())
+    rest = pa.BufferReader(payload[head:])
+    batch = pa.ipc.read_record_batch(rest, schema)
+    end = payload[head + rest.tell() :].to_pybytes()
+    if end != _END_OF_STREAM:
+        raise ValueError("more than one batch")
+    return batch
+
+
+_CONTINUATION = b"\xff\xff\xff\xff"
+_END_OF_STREAM = _CONTINUATION + bytes(4)
+
+
+def _schema_bytes(payload: pa.Buffer) -> int:
+    """Length of the stream's first message; a schema message has no body (Arrow IPC format)."""
+    prefix = payload[:8].to_pybytes()
+    if len(prefix) < 8 or prefix[:4] != _CONTINUATION:
+        raise ValueError("not an Arrow IPC stream")
+    return 8 + int.from_bytes(prefix[4:], "little")
+
+
+@lru_cache(maxsize=64)
+def _parse_schema(message: bytes) -> pa.Schema:
+    return pa.ipc.read_schema(pa.py_buffer(message))
 
 
 def message_digest(message: bytes | memoryview | pa.Buffer) -> bytes:

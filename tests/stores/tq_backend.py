@@ -1,0 +1,52 @@
+"""TransferQueue behind a file store under the contract suite."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from urllib.parse import quote
+
+from tests.staging.test_file_store import FileBackend
+from tokenplane.staging.open_store import open_store
+from tokenplane.staging.store import StagingStore
+from tokenplane.staging.testing_backend import StoreBackend
+
+
+class QueueBackend(StoreBackend):
+    """Raw access goes to the journal, where this host reads."""
+
+    def __init__(self, address: str, root: Path, *, namespace: str = "contract") -> None:
+        self.root = root
+        self.raw = FileBackend(root)
+        self.address = address
+        self.namespace = namespace
+
+    def url(self, **options: object) -> str:
+        given = {"namespace": self.namespace, **options}
+        more = "".join(f"&{name}={quote(str(value))}" for name, value in given.items())
+        return f"tq://{self.address}?journal={quote(self.root.as_uri())}{more}"
+
+    def open(
+        self,
+        *,
+        clock: Callable[[], float] | None = None,
+        max_bytes: int | None = None,
+        full_wait_s: float = 0.2,
+    ) -> StagingStore:
+        budget = {} if max_bytes is None else {"max_bytes": max_bytes}
+        url = self.url(full_wait_s=full_wait_s, **budget)
+        return open_store(url, clock=clock or time.time)
+
+    def raw_read(self, store: StagingStore, partition: str, key: str) -> bytes:
+        return self.raw.raw_read(store, partition, key)
+
+    def raw_write(self, store: StagingStore, partition: str, key: str, message: bytes) -> None:
+        self.raw.raw_write(store, partition, key, message)
+
+    def raw_write_blob(self, store: StagingStore, sha256: bytes, data: bytes) -> None:
+        self.raw.raw_write_blob(store, sha256, data)
+
+    def opener(self) -> Callable[[], StagingStore]:
+        return partial(open_store, self.url(connect_s=0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 
 from fastapi import FastAPI
@@ -27,7 +28,7 @@ from tokenplane.engine_adapter.server_stream import (
     StreamedCall,
     until_disconnect,
 )
-from tokenplane.schemas.errors import RequestRejectedError, TokenplaneError
+from tokenplane.schemas.errors import RequestCancelledError, RequestRejectedError, TokenplaneError
 
 CAPTURE_HEADER = "x-tokenplane-capture"
 CALL_HEADER = "x-tokenplane-call"
@@ -123,7 +124,15 @@ class ModelRoutes:
             raise
         if parsed.stream:
             return await self._start_stream(request, parsed)
-        outcome = await until_disconnect(request.receive, self._call(parsed.call))
+        try:
+            outcome = await until_disconnect(request.receive, self._call(parsed.call))
+        except asyncio.CancelledError:
+            if not self._parts.path.stopping:
+                raise
+            # The drain is over. A coded answer tells the client more than a cut connection.
+            raise RequestCancelledError(
+                "the server stopped before the answer was complete", code="server_stopped"
+            ) from None
         return json_reply(outcome.body, headers=_status_headers(outcome))
 
     async def _start_stream(self, request: Request, parsed: ParsedRequest) -> Response:

@@ -139,4 +139,4 @@ def is_loopback(host: str) -> bool:
 
 def shown_url(url: str) -> str:
     """A store URL without the user and password that it may hold."""
-    return re.sub(r"//[^/@]*@", "//***@", url)
+    return re.sub(r"^([A-Za-z0-9+.-]+://)[^/@]*@", r"\1***@", url)

@@ -223,7 +223,7 @@ def events_of(text: str) -> list[str]:
     return [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
 
 
-TOOLS: list[dict[str, Any]] = [
+TOOLS: list[Any] = [
     {
         "type": "function",
         "function": {

@@ -8,6 +8,7 @@ import contextlib
 import json
 import shutil
 import statistics
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -207,13 +208,23 @@ class Demo:
             self._say(f"NOT as it should be: {', '.join(missing)}")
             return EXIT_FAILED
         self._say(f"done; see {self._out}/. Go on with:")
-        self._progress.print(f"  tokenplane replay {store_path} {next(iter(agents))}", style="bold")
-        self._progress.print(f"  tokenplane audit {store_path}", style="bold")
+        for words in (f"replay {store_path} {next(iter(agents))}", f"audit {store_path}"):
+            self._progress.print(f"  {_own_command()} {words}", style="bold", soft_wrap=True)
         return 0
 
     def _say(self, text: Any) -> None:
         elapsed = time.monotonic() - self._started
         self._progress.print(f"[{elapsed:6.1f} s] {text}", markup=False, soft_wrap=True)
+
+
+def _own_command() -> str:
+    """How this installation's command can be called from here."""
+    script = Path(sys.executable).with_name("tokenplane")
+    found = shutil.which("tokenplane")
+    if found is not None and Path(found) == script:
+        return "tokenplane"
+    here = Path.cwd()
+    return str(script.relative_to(here) if script.is_relative_to(here) else script)
 
 
 if __name__ == "__main__":

@@ -62,11 +62,11 @@ def _value(node: ast.expr) -> float:
     raise ValueError("no arithmetic")
 
 
-def calculate_within(text: str) -> str:
-    """The tool run on free text: the first calculation in it, or its number of words."""
-    found = _EXPRESSION.search(text)
+def calculate_within(*texts: str) -> str:
+    """The tool run on free text: the first calculation in the first text that has one."""
+    found = next(filter(None, map(_EXPRESSION.search, texts)), None)
     if found is None:
-        return f"no calculation found in {len(text.split())} words"
+        return "there is nothing to calculate"
     return f"{found[0]} = {calculate(found[0])}"
 
 
@@ -121,7 +121,7 @@ class Agent:
         else:
             # A model that calls no tool: the agent runs it on the text and reports as the user.
             del self.messages[-1]["tool_calls"]
-            result = calculate_within(answer.content or "")
+            result = calculate_within(answer.content or "", self.questions[0])
             self.messages.append(
                 {"role": "user", "content": f"The calculator says: {result}. {following}"}
             )

@@ -134,3 +134,11 @@ def test_the_console_script_is_this_command() -> None:
         check=True,
     )
     assert done.stdout.startswith("tokenplane 0.")
+
+
+def test_the_documentation_has_every_command() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    assert [name for name in cli.COMMANDS if f"`{name}`" not in text] == []
+    assert [
+        name for name in SUBJECTS if f"`inspect {name} " not in text.replace("$ tokenplane ", "`")
+    ] == []

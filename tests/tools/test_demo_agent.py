@@ -41,7 +41,8 @@ def test_nonsense_is_an_answer_too(expression: str) -> None:
 
 def test_the_first_calculation_in_a_text() -> None:
     assert calculate_within("Well, 12 * 7 is 84, and 1+1?") == "12 * 7 = 84"
-    assert calculate_within("no idea") == "no calculation found in 2 words"
+    assert calculate_within("no idea", "what is 8 / 2?") == "8 / 2 = 4"
+    assert calculate_within("no idea", "none either") == "there is nothing to calculate"
 
 
 def an_agent(replies: list[dict[str, Any] | int], seen: list[Any]) -> Agent:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.schemas.stable_ids import stable_repr
 from tests.schemas.strategies import EXTRA_VALUES
 from tokenplane.schemas.digests import ABSENT_EXTRAS_DIGEST, extras_digest
 from tokenplane.schemas.errors import InvalidRecordError
@@ -87,7 +88,7 @@ def test_the_layout_is_the_contract_s() -> None:
         *((1, 2), b"x", {1}, {1: "a"}, 2**63, -(2**63) - 1, math.nan, math.inf, -math.inf),
         *("\ud800", {"\ud800": 1}, [object()], {"a": [b""]}),
     ],
-    ids=repr,
+    ids=stable_repr,
 )
 def test_what_has_no_encoding_is_refused(value: object) -> None:
     with pytest.raises(InvalidRecordError):
@@ -96,7 +97,7 @@ def test_what_has_no_encoding_is_refused(value: object) -> None:
         extras_digest({"value": value})
 
 
-@pytest.mark.parametrize("value", [[], [1], "text", 1, True, ()], ids=repr)
+@pytest.mark.parametrize("value", [[], [1], "text", 1, True, ()], ids=stable_repr)
 def test_extras_are_an_object_or_null(value: Any) -> None:
     with pytest.raises(InvalidRecordError, match="object or null"):
         extras_digest(value)
@@ -116,7 +117,7 @@ def key(name: bytes) -> bytes:
         b"D" + struct.pack(">Q", 2) + key(b"b") + key(b"a"),
         b"D" + struct.pack(">Q", 2) + key(b"a") + key(b"a"),
     ],
-    ids=repr,
+    ids=stable_repr,
 )
 def test_malformed_or_not_canonical_bytes_are_refused(message: bytes) -> None:
     with pytest.raises(InvalidRecordError):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.schemas.stable_ids import stable_repr
 from tokenplane.schemas.errors import InvalidRecordError
 from tokenplane.schemas.fingerprints import (
     assistant_fingerprint,
@@ -114,7 +115,7 @@ def test_only_what_the_model_wrote_counts_for_the_assistant_fingerprint() -> Non
         [{"role": "assistant", "content": "hi"}] * 2,
         [{"role": "assistant", "content": None}],
     ],
-    ids=repr,
+    ids=stable_repr,
 )
 def test_another_answer_has_another_fingerprint(other: list[Item]) -> None:
     assert assistant_fingerprint(other) != assistant_fingerprint([SAME_TEXT[0]])
@@ -131,7 +132,7 @@ def test_another_answer_has_another_fingerprint(other: list[Item]) -> None:
         (chat_call("f", "NaN"), ("t1", "f", "null")),
         (chat_call("f", '"s"'), ("t1", "f", '"s"')),
     ],
-    ids=repr,
+    ids=stable_repr,
 )
 def test_odd_tool_calls_read_as_the_other_side_reads_them(call: Any, expected: object) -> None:
     assert tool_calls({"role": "assistant", "tool_calls": [call]}) == [expected]
@@ -248,7 +249,7 @@ def test_canonical_json_ignores_order_and_space(value: dict[str, int]) -> None:
     assert json.loads(canonical_json(value)) == value
 
 
-@pytest.mark.parametrize("value", [{1: 2}, {"a": object()}, 2**64, "\ud800"], ids=repr)
+@pytest.mark.parametrize("value", [{1: 2}, {"a": object()}, 2**64, "\ud800"], ids=stable_repr)
 def test_what_is_no_json_is_refused(value: Any) -> None:
     with pytest.raises(InvalidRecordError):
         canonical_json(value)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.schemas.stable_ids import stable_repr
 from tests.schemas.strategies import FLOAT32_MAX, LOG_PROBS, TOKEN_IDS
 from tokenplane.schemas.errors import InvalidRecordError, TokenIdRangeError
 from tokenplane.schemas.tokens import (
@@ -62,7 +63,7 @@ def test_a_read_only_array_is_taken_and_a_writable_one_is_copied() -> None:
         *([True], [1.0], ["1"], [None], [np.int32(1)], [[1]], "12", b"12", {1}, 5, None),
         *(np.array([True]), np.array([1.0]), np.array([[1]]), np.array(["1"]), iter([1])),
     ],
-    ids=repr,
+    ids=stable_repr,
 )
 def test_what_is_no_true_integer_is_refused(ids: Any) -> None:
     with pytest.raises(InvalidRecordError):
@@ -95,7 +96,7 @@ JUST_TOO_BIG = (FLOAT32_MAX + 2.0**128) / 2
 
 
 @pytest.mark.parametrize(
-    "value", [math.nan, math.inf, -math.inf, 1e39, JUST_TOO_BIG, -JUST_TOO_BIG], ids=repr
+    "value", [math.nan, math.inf, -math.inf, 1e39, JUST_TOO_BIG, -JUST_TOO_BIG], ids=stable_repr
 )
 def test_what_is_not_finite_in_binary32_is_refused(value: float) -> None:
     for values in ([0.0, value], np.array([0.0, value])):
@@ -110,7 +111,7 @@ def test_what_is_not_finite_in_binary32_is_refused(value: float) -> None:
         *([0], [True], ["0.5"], [None], [np.float32(1)], "0.5", 0.5, None),
         *(np.array([1]), np.array([[0.5]]), np.array([True]), np.array(["0.5"])),
     ],
-    ids=repr,
+    ids=stable_repr,
 )
 def test_what_is_no_float_is_refused(values: Any) -> None:
     with pytest.raises(InvalidRecordError):
@@ -120,7 +121,7 @@ def test_what_is_no_float_is_refused(values: Any) -> None:
 @pytest.mark.parametrize(
     "values",
     [[0, 1], [0.0, 1.0], [False, True], [-0.0, 1.0], np.array([0, 1], ">i8"), np.array([0.0, 1.0])],
-    ids=repr,
+    ids=stable_repr,
 )
 def test_masks(values: Any) -> None:
     mask = to_mask(values)
@@ -135,7 +136,7 @@ def test_masks(values: Any) -> None:
         *([2], [0.5], [math.nan], [-1], ["1"], [None], [[0, 1]], [[1], [0, 1]], [2**70], 1, "01"),
         np.array([0, 2], np.uint8),
     ],
-    ids=repr,
+    ids=stable_repr,
 )
 def test_a_mask_is_0_or_1(values: Any) -> None:
     with pytest.raises(InvalidRecordError):

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokenplane.tools import verify_contract
 from tokenplane.tools.command_frame import coded_errors, command_parser
 from tokenplane.tools.exit_status import EXIT_FAILED
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from tokenplane.schemas.training_row import TrainingRow
     from tokenplane.staging.store import StagingStore
     from tokenplane.tools.store_reading import Problem, RolloutKeys
+
+CONTRACT = "contract"
+"""``tokenplane verify contract`` is a command of its own."""
 
 
 @dataclass(slots=True)
@@ -58,9 +62,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @coded_errors("verify")
 def main(argv: list[str] | None = None) -> int:
     """0: everything holds; 1: something does not, or the store cannot be read."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == [CONTRACT]:
+        return verify_contract.main(arguments[1:])
     parser = command_parser("verify", __doc__)
+    parser.epilog = (
+        f"`tokenplane verify {CONTRACT} --help`: digests and models against a NeMo-Gym. "
+        f"(For a folder named {CONTRACT}, say ./{CONTRACT}.)"
+    )
     add_arguments(parser)
-    args = parser.parse_args(argv)
+    args = parser.parse_args(arguments)
     from tokenplane.tools.store_reading import find_rollout, find_rollouts, open_for_reading
 
     with open_for_reading(args.store) as store:

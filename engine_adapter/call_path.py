@@ -295,7 +295,7 @@ class CallPath:
         staged = None
         if prepared.offload_params is not None:
             params = prepared.offload_params
-            staged = self._staging.stage(call, admitted, params, result, body)
+            staged = self._staging.stage(call, admitted, prepared.prompt, params, result, body)
         prefix = prepared.prefix
         timings = CallTimings(
             resolve_s=0.0 if prefix is None else prefix.resolve_s,

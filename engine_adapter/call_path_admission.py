@@ -21,7 +21,7 @@ from tokenplane.engine_adapter.call_path_types import (
     ModelCall,
     StandaloneCapture,
 )
-from tokenplane.schemas.errors import InvalidRecordError, StoreError
+from tokenplane.schemas.errors import InvalidRecordError, LedgerError, StoreError
 from tokenplane.schemas.wire import CaptureAdmission, parse_model
 
 logger = logging.getLogger("tokenplane.server")
@@ -90,6 +90,16 @@ class Admissions:
     def _standalone(self, call: ModelCall, capture: StandaloneCapture) -> Admitted:
         try:
             decision = self._ledger.admit(_ledger_request(call, capture))
+        except LedgerError as error:
+            if error.code == "unknown_parent" and capture.parent_response_id is None:
+                # The client named no parent: an ancestor's row is gone, and that is our loss.
+                self._failures.record(
+                    rollout_id=capture.rollout_id,
+                    model_call_id=uuid.uuid4().hex,
+                    code=error.code,
+                    message=str(error),
+                )
+            raise
         except StoreError as error:
             call_id = uuid.uuid4().hex
             return self._unusable(time.time(), capture.rollout_id, call_id, error.code, error)

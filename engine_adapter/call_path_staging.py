@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from tokenplane.capture.core import failed_coords
 from tokenplane.capture.failures import FailureLog
 from tokenplane.capture.hook_types import (
     CONTEXT_KEY,
@@ -21,6 +22,7 @@ from tokenplane.engine_adapter.call_path_admission import Admitted
 from tokenplane.engine_adapter.call_path_types import ModelCall
 from tokenplane.engine_adapter.engine import EngineInfo, GenerationResult
 from tokenplane.schemas.staged_row import CallEvidence, LedgerEntry, Sampling
+from tokenplane.schemas.tokens import Int32Array, first_difference
 
 logger = logging.getLogger("tokenplane.server")
 
@@ -46,16 +48,27 @@ class CompletionStaging:
         self,
         call: ModelCall,
         admitted: Admitted,
+        prompt: Int32Array,
         offload_params: dict[str, Any],
         result: GenerationResult,
         body: dict[str, Any],
     ) -> StageOutcome | None:
-        """What became of the row; None where its ledger columns could not be made.
+        """What became of the row; None without an admission.
 
         Args:
+            prompt: int32[P], what the engine was given.
             offload_params: as the prompt preparer left them.
             body: the served object, which the row keeps for a repeated request.
         """
+        at = first_difference(result.prompt_token_ids, prompt)
+        if at is not None:
+            # The row would be true to the engine, but the next turn could not be true to the row.
+            return self._failed(
+                admitted,
+                result,
+                "engine_prompt_differs",
+                f"the engine was conditioned on other ids than it was given, from token {at} on",
+            )
         entry = None
         if admitted.decision is not None:
             try:
@@ -63,13 +76,8 @@ class CompletionStaging:
             except Exception as error:
                 # Invariant 3: the answer exists and is served, whatever is wrong here.
                 logger.exception("the ledger columns of %s", admitted.model_call_id)
-                self._failures.record(
-                    rollout_id=admitted.rollout_id,
-                    model_call_id=admitted.model_call_id or "",
-                    code="ledger_entry_failed",
-                    message=f"{type(error).__name__}: {error}",
-                )
-                return None
+                reason = f"{type(error).__name__}: {error}"
+                return self._failed(admitted, result, "ledger_entry_failed", reason)
         context = CallContext(self._evidence(call, admitted, result), entry)
         return self._stager.stage_admitted(
             call.answer_id,
@@ -86,6 +94,20 @@ class CompletionStaging:
             ),
             offload_params={**offload_params, CONTEXT_KEY: context},
         )
+
+    def _failed(
+        self, admitted: Admitted, result: GenerationResult, code: str, message: str
+    ) -> StageOutcome | None:
+        self._failures.record(
+            rollout_id=admitted.rollout_id,
+            model_call_id=admitted.model_call_id or "",
+            code=code,
+            message=message,
+        )
+        if admitted.admission is None:
+            return None
+        version = result.policy_epochs[0][1] if result.policy_epochs else 0
+        return StageOutcome(failed_coords(admitted.admission, version), 0.0)
 
     def _ledger_entry(self, admitted: Admitted, body: dict[str, Any]) -> LedgerEntry | None:
         if admitted.decision is None:

@@ -47,6 +47,26 @@ _CHAT_FIELDS = COMMON_FIELDS | {
     "tools",
 }
 _COMPLETION_FIELDS = COMMON_FIELDS | {"prompt"}
+_RESERVED_KWARGS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Parameters of transformers' ``apply_chat_template`` itself."""
 _TRANSPORT_FIELDS = ("stream", "stream_options")
 """They shape how the answer travels, not the answer: a retry may differ in them."""
 
@@ -83,7 +103,7 @@ class RequestParser:
         prompt = ChatPrompt(
             messages=parse_messages(body.get("messages")),
             tools=parse_tools(body.get("tools")),
-            template_kwargs=read_object(body, "chat_template_kwargs") or {},
+            template_kwargs=_template_kwargs(body),
         )
         if read_int(body, "top_logprobs"):
             raise rejected("top_logprobs", "is not supported above 0", got=body["top_logprobs"])
@@ -151,6 +171,15 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestRejectedError("the body must be a JSON object", code="invalid_json")
     return body
+
+
+def _template_kwargs(body: Body) -> dict[str, Any]:
+    """Variables for the template; nothing that would replace the template or skip it."""
+    given = read_object(body, "chat_template_kwargs") or {}
+    reserved = sorted(_RESERVED_KWARGS & given.keys())
+    if reserved:
+        raise rejected("chat_template_kwargs", "holds names that are no variables", got=reserved)
+    return given
 
 
 def _gym_capture(body: Body) -> GymCapture | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,14 +17,16 @@ import openai
 import pytest
 
 from tests.server.serve_process import serve_process
-from tests.server.serving import TOOLS
+from tests.server.serving import TOOLS, scripted, serving
 from tokenplane.capture.collector import Collector
 from tokenplane.capture.ledger import Ledger
+from tokenplane.engine_adapter.testing_suite import until
 from tokenplane.schemas.manifest import RolloutManifest
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.token_source import TokenSource
+from tokenplane.tools import serve
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 
 def agent(url: str, rollout: str) -> openai.OpenAI:
@@ -182,6 +186,17 @@ def test_a_call_that_outlasts_the_drain_is_recorded(tmp_path: Path) -> None:
     with open_store(store) as reopened:
         (failure,) = Ledger(reopened).failures("r1")
         assert failure.code == "server_stopped"
+
+
+async def test_a_dead_engine_ends_the_process(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = scripted([])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        async with serving(engine) as served:
+            running = asyncio.create_task(serve._run_http(served.app, served.parts, listener))
+            async with asyncio.timeout(60):
+                await until(lambda: "ready" in capsys.readouterr().out)
+                engine.fail()
+                assert await running == 1
 
 
 def test_another_host_with_a_token_asks_for_it(tmp_path: Path) -> None:

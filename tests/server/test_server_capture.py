@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from typing import Any
 
@@ -18,6 +19,8 @@ from tests.server.serving import (
     tiny,
     user,
 )
+from tokenplane.engine_adapter.engine import GenerationRequest, GenerationResult
+from tokenplane.engine_adapter.scripted_engine import ScriptedEngine
 from tokenplane.schemas.errors import StoreFullError, StoreUnavailableError
 from tokenplane.schemas.failure_row import FAILURE_PARTITION
 from tokenplane.schemas.staged_row import STAGED_PARTITION
@@ -154,6 +157,44 @@ async def test_a_boundary_that_cannot_be_proven_is_refused_with_its_code() -> No
         assert len(served.script.requests) == 1
         plain = await served.chat([user("a"), said, user("b")], rollout=None)
         assert text_of(plain) == "Ho."
+
+
+class OtherPromptEngine(ScriptedEngine):
+    """Conditions on something else than it was given, as an engine does that re-tokenizes."""
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        result = await super().generate(request)
+        return dataclasses.replace(result, prompt_token_ids=result.prompt_token_ids[:-1])
+
+
+@pytest.mark.parametrize("gym", [False, True])
+async def test_an_engine_that_changes_the_prompt_is_not_believed(gym: bool) -> None:
+    engine = OtherPromptEngine(tiny().info, lambda _request: say("Hi."), tiny().detokenize)
+    admission = {"rollout_id": "r1", "model_call_id": "c1", "mode": "text"}
+    body = {"ng_capture": admission} if gym else {}
+    async with serving(engine) as served:
+        reply = await served.chat([user("a")], rollout=None if gym else "r1", **body)
+        assert text_of(reply) == "Hi."
+        assert reply.headers["x-tokenplane-capture"] == "capture_failed"
+        assert await served.failures() == ["engine_prompt_differs"]
+        assert not served.rows()
+        if gym:
+            coords = reply.json()["ng_commit_coords"]
+            assert coords["disposition"] == "capture_failed"
+            assert coords["weight_version"] == 7
+
+
+async def test_an_ancestor_that_retention_removed_is_a_failure_of_ours() -> None:
+    async with serving(scripted([say("1"), say("2")])) as served:
+        messages = [user("a")]
+        messages += [message_of(await served.chat(messages)), user("b")]
+        messages += [message_of(await served.chat(messages)), user("c")]
+        root = served.rows()[0].staging_key
+        assert served.store.discard(STAGED_PARTITION, [root]) == 1
+        reply = await served.chat(messages)
+        assert reply.status_code == 409
+        assert reply.json()["error"]["code"] == "unknown_parent"
+        assert await served.failures() == ["unknown_parent"]
 
 
 async def test_a_truncated_turn_is_continued_with_the_templates_terminator() -> None:

@@ -63,6 +63,8 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"tools": {}}, "tools"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),

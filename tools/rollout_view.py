@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tokenplane.capture.linearize import terminal_chain
 from tokenplane.capture.terminal import TerminalChoice, select_terminal_call
 from tokenplane.schemas.epochs import generation_versions, kv_versions
 from tokenplane.schemas.errors import TokenplaneError
@@ -85,13 +84,21 @@ class RolloutView:
         return select_terminal_call([to_call_record(call.row) for call in self.calls])
 
     def terminal_calls(self) -> tuple[CallView, ...]:
-        """The calls from the root to the terminal; none if there is no terminal."""
+        """The calls from the root to the terminal; none if there is no terminal.
+
+        A published row names its very rows: a call that was delivered twice has two.
+        """
+        for row in self.training:
+            if row.segment == 0 and row.call_spans:
+                keys = {span.staging_key for span in row.call_spans}
+                return tuple(call for call in self.calls if call.row.staging_key in keys)
         ident = self.terminal().model_call_id
-        by_id = {call.call_id: call for call in self.calls}
-        if ident is None or ident not in by_id:
-            return ()
-        chain = terminal_chain([to_call_record(call.row) for call in self.calls], ident)
-        return tuple(by_id[record.model_call_id] for record in chain)
+        at = next((call for call in self.calls if call.call_id == ident), None)
+        chain = []
+        while at is not None:
+            chain.append(at)
+            at = at.parent
+        return tuple(reversed(chain))
 
     def children(self) -> dict[CallView | None, list[CallView]]:
         """The calls that continue each call; those of None are the roots."""

@@ -117,7 +117,7 @@ def refuse_unsupported(body: Body, read: frozenset[str]) -> None:
             raise rejected(
                 name,
                 "is not supported here",
-                expected=_NEUTRAL[name] or None,
+                expected=" or ".join(map(repr, _NEUTRAL[name])) or None,
                 got=value,
                 code="unsupported_parameter",
             )

@@ -13,6 +13,10 @@ export PYTHON
 
 BIN := .venv/bin
 DEMO_OUT ?= demo-out
+GYM_OUT ?= gym-e2e-out
+# make gym-e2e GYM_MODEL=smollm2: a real model, no scripted answers. GYM_LEDGER=gym: the stock one.
+GYM_MODEL ?= scripted
+GYM_LEDGER ?= ours
 # Two workers; everything marked `engine` shares one of them (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 # More for pytest: make test PYTEST_ARGS="-k splice"
@@ -20,7 +24,7 @@ PYTEST_ARGS ?=
 
 .PHONY: help
 help: ## Print this table
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: install
 install: ## Find or fetch Python 3.12 and make .venv from the locks
@@ -68,6 +72,10 @@ gpu-check: install ## On a machine with one CUDA GPU: engine contract, capture, 
 	$(BIN)/python -m pytest tests/dynamic/gpu_contract.py $(PYTEST_ARGS)
 	PYTHONPATH=. $(BIN)/python scripts/gpu_check.py --out gpu-check-out
 
+.PHONY: gym-e2e
+gym-e2e: install ## Roll out through the whole NeMo-Gym stack and collect
+	$(BIN)/python scripts/gym_e2e.py --out $(GYM_OUT) --model $(GYM_MODEL) --ledger $(GYM_LEDGER)
+
 .PHONY: lock
 lock: ## Write requirements/*.txt anew; UPGRADE=1 moves to the newest releases
 	@sh scripts/bootstrap.sh lock $(if $(UPGRADE),--upgrade)
@@ -78,5 +86,5 @@ hooks: install ## Let git run lint before each commit (pre-commit)
 
 .PHONY: clean
 clean: ## Remove what the targets made in this tree; the shared cache stays
-	rm -rf .venv .cache .ruff_cache .hypothesis build dist $(DEMO_OUT) *.egg-info
+	rm -rf .venv .cache .ruff_cache .hypothesis build dist $(DEMO_OUT) $(GYM_OUT) *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -115,15 +115,24 @@ class GymLedger:
 
     async def manifest(self, rollout_id: str) -> dict[str, Any]:
         """The rollout's ``RolloutManifest`` as plain JSON data."""
-        rows = await asyncio.to_thread(self._rows, rollout_id)
+        manifest = await asyncio.to_thread(self.read_manifest, rollout_id)
+        return manifest.model_dump(mode="json")
+
+    def read_manifest(self, rollout_id: str) -> RolloutManifest:
+        """The rollout's manifest, for collectors that have the store and need no model server.
+
+        Raises:
+            LedgerError: a malformed rollout id.
+            StoreError: the ledger's rows cannot be read.
+        """
+        rows = self._rows(rollout_id)
         records = [parse_model(CallRecord, row.record) for row in rows if row.record is not None]
         failures = [
             ManifestFailure(model_call_id=row.model_call_id, reason=row.reason)
             for row in rows
             if row.reason is not None
         ]
-        manifest = RolloutManifest(rollout_id=rollout_id, records=records, failures=failures)
-        return manifest.model_dump(mode="json")
+        return RolloutManifest(rollout_id=rollout_id, records=records, failures=failures)
 
     async def has_rows(self, rollout_id: str) -> bool:
         """True if any commit or failure of the rollout is recorded."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokenplane.tools.collect_report import CollectReport, print_report, summarize
 from tokenplane.tools.command_frame import coded_errors, command_parser
 from tokenplane.tools.exit_status import EXIT_FAILED
 
@@ -27,44 +27,13 @@ STRICTNESS = ("chain", "gym")
 SEGMENTS = ("terminal", "roots", "all")
 
 
-@dataclass(frozen=True, slots=True)
-class CollectedRollout:
-    """What became of one rollout."""
-
-    rollout_id: str
-    status: str
-    """verified, salvaged, or placeholder."""
-    reason: str | None
-    """Why it is not verified, or where its published rows differ from these."""
-    rows: int
-    calls: int
-    tokens: int
-    trainable: int
-    terminal: str | None
-    """How its terminal call was found."""
-    reward: float | None
-    published: int
-    """Rows that this run added; the others were there already."""
-    cleaned: int = 0
-    """Staged rows removed after the rows were durable."""
-    clean_error: str | None = None
-
-
-@dataclass(slots=True)
-class CollectReport:
-    """All rollouts of one run, in the order of the file."""
-
-    rollouts: list[CollectedRollout] = field(default_factory=list)
-
-    @property
-    def unverified(self) -> list[CollectedRollout]:
-        """Rollouts without a verified row."""
-        return [r for r in self.rollouts if r.status != "verified" or r.reason is not None]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the rollouts, their manifests and their staged rows are."""
-    parser.add_argument("--gym", required=True, metavar="URL", help="Gym's policy model server")
+    manifests = parser.add_mutually_exclusive_group(required=True)
+    manifests.add_argument("--gym", metavar="URL", help="Gym's policy model server")
+    manifests.add_argument(
+        "--ledger", metavar="STORE", help="the store of our own ledger for Gym, in place of --gym"
+    )
     parser.add_argument("--store", required=True, metavar="URL", help="staging store, or a folder")
     parser.add_argument(
         "--rollouts", required=True, type=Path, metavar="FILE", help="rollouts file of the run"
@@ -110,19 +79,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = command_parser("collect", __doc__)
     add_arguments(parser)
     args = parser.parse_args(argv)
-    from tokenplane.capture.gym_rollouts import GymManifests, read_outcomes
-    from tokenplane.schemas.errors import ConfigError
+    from tokenplane.capture.gym_rollouts import read_outcomes
     from tokenplane.staging.open_store import open_store
     from tokenplane.tools.export_parquet import export
 
-    token = os.environ.get(args.control_token_env)
-    if not token:
-        raise ConfigError("the environment holds no control secret", key=args.control_token_env)
     outcomes = list(read_outcomes(args.rollouts))
-    with (
-        open_store(store_url(args.store)) as store,
-        GymManifests(args.gym, token, timeout_s=args.timeout_s) as manifests,
-    ):
+    with open_store(store_url(args.store)) as store, _open_manifests(args) as manifests:
         report = collect(
             _with_progress(outcomes),
             manifests,
@@ -142,8 +104,35 @@ def main(argv: list[str] | None = None) -> int:
         }
         print(json.dumps(shown, indent=2))
     else:
-        _print_report(report)
+        print_report(report)
     return EXIT_FAILED if report.unverified or not report.rollouts else 0
+
+
+@contextmanager
+def _open_manifests(args: argparse.Namespace) -> Iterator[ManifestProvider]:
+    from tokenplane.capture.gym_rollouts import GymManifests
+    from tokenplane.schemas.errors import ConfigError
+
+    if args.ledger is not None:
+        from tokenplane.tools.store_reading import open_for_reading
+
+        with open_for_reading(args.ledger) as store:
+            yield _LedgerManifests(store)
+        return
+    token = os.environ.get(args.control_token_env)
+    if not token:
+        raise ConfigError("the environment holds no control secret", key=args.control_token_env)
+    with GymManifests(args.gym, token, timeout_s=args.timeout_s) as client:
+        yield client
+
+
+class _LedgerManifests:
+    """Manifests from the ledger's own rows."""
+
+    def __init__(self, store: StagingStore) -> None:
+        from tokenplane.capture.gym_ledger import GymLedger
+
+        self.manifest = GymLedger(store).read_manifest
 
 
 def store_url(text: str) -> str:
@@ -196,12 +185,9 @@ def collect(
             )
         except KeyConflictError as error:
             # An earlier collection said something else; what is published is never replaced.
-            report.rollouts.append(_summary(rows, conflict=error.code))
+            report.rollouts.append(summarize(rows, conflict=error.code))
             continue
-        summary = _summary(rows, published=done.published)
-        report.rollouts.append(
-            _with_cleaning(summary, done.cleaned_rows, done.clean_error) if clean else summary
-        )
+        report.rollouts.append(summarize(rows, done))
     return report
 
 
@@ -221,29 +207,6 @@ def published_rows(store: StagingStore, rollout_id: str) -> list[TrainingRow]:
     return sorted(verified, key=lambda row: row.segment)
 
 
-def _summary(
-    rows: list[TrainingRow], *, published: int = 0, conflict: str | None = None
-) -> CollectedRollout:
-    first = rows[0]
-    status = "salvaged" if first.salvaged else "verified" if first.sample_mask else "placeholder"
-    return CollectedRollout(
-        rollout_id=first.rollout_id,
-        status=status,
-        reason=conflict or first.reason,
-        rows=len(rows),
-        calls=sum(len(row.call_spans) for row in rows),
-        tokens=sum(len(row.token_ids) for row in rows) if first.call_spans else 0,
-        trainable=sum(row.trainable_tokens for row in rows),
-        terminal=first.terminal_selection,
-        reward=first.reward,
-        published=published,
-    )
-
-
-def _with_cleaning(summary: CollectedRollout, cleaned: int, error: str | None) -> CollectedRollout:
-    return replace(summary, cleaned=cleaned, clean_error=error)
-
-
 def _with_progress(outcomes: list[RolloutOutcome]) -> Iterator[RolloutOutcome]:
     from rich.console import Console
     from rich.progress import track
@@ -256,43 +219,6 @@ def _with_progress(outcomes: list[RolloutOutcome]) -> Iterator[RolloutOutcome]:
         transient=True,
         disable=not console.is_terminal,
     )
-
-
-def _print_report(report: CollectReport) -> None:
-    from rich.table import Table
-
-    from tokenplane.tools.wide_console import open_console
-
-    columns: dict[str, Callable[[CollectedRollout], object]] = {
-        "rollout": lambda r: r.rollout_id,
-        "status": lambda r: r.status,
-        "reason": lambda r: r.reason or "",
-        "rows": lambda r: r.rows,
-        "calls": lambda r: r.calls,
-        "tokens": lambda r: r.tokens,
-        "trainable": lambda r: r.trainable,
-        "terminal": lambda r: r.terminal or "",
-        "reward": lambda r: "" if r.reward is None else f"{r.reward:g}",
-        "new": lambda r: r.published,
-        "cleaned": lambda r: r.cleaned,
-    }
-    table = Table(box=None, pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="left" if name in _WORDS else "right")
-    for rollout in report.rollouts:
-        table.add_row(*(str(show(rollout)) for show in columns.values()))
-    console = open_console()
-    console.print(table)
-    total = len(report.rollouts)
-    print(f"\n{total - len(report.unverified)} of {total} rollouts have a verified row")
-    for reason, count in Counter(r.reason or r.status for r in report.unverified).most_common():
-        print(f"  {count} x {reason}")
-    for rollout in report.rollouts:
-        if rollout.clean_error is not None:
-            print(f"not cleaned: {rollout.rollout_id}: {rollout.clean_error}", file=sys.stderr)
-
-
-_WORDS = ("rollout", "status", "reason", "terminal")
 
 
 if __name__ == "__main__":

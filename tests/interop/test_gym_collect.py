@@ -15,6 +15,8 @@ from tests.interop.gym_engine import listening
 from tests.interop.gym_process import CONTROL_TOKEN, CONTROL_TOKEN_ENV, GymModelServer
 from tests.interop.gym_proxy import EngineProxy
 from tests.server.serving import say, scripted
+from tokenplane.capture.gym_ledger import GymLedger
+from tokenplane.schemas.manifest import CaptureLedgerCommit
 from tokenplane.schemas.staged_row import STAGED_PARTITION
 from tokenplane.schemas.training_row import TRAINING_PARTITION
 from tokenplane.staging.open_store import open_store
@@ -47,6 +49,7 @@ class Run:
         self.gym, self.name = gym, name
         self.store_url = f"file://{folder}/store"
         self.rollouts = folder / "rollouts.jsonl"
+        self.ids: list[str] = []
         self.parquet = folder / "rows.parquet"
 
     async def record(self, proxy: EngineProxy) -> list[str]:
@@ -65,7 +68,8 @@ class Run:
                 await agent.ask("Second?")
                 records.append(record_of(agent, 2, reward=0))
         self.rollouts.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return [record["_ng_rollout_id"] for record in records]
+        self.ids = [record["_ng_rollout_id"] for record in records]
+        return self.ids
 
     def keep(self, *rollouts: str) -> None:
         """Leave only these in the file."""
@@ -155,6 +159,37 @@ async def test_a_later_verdict_never_replaces_a_published_row(
         store.put(STAGED_PARTITION, key, row)
     assert await run.collect() == 1
     assert "1 x key_conflict" in capsys.readouterr().out
+
+
+async def test_our_ledger_needs_no_model_server(
+    gym: GymModelServer, proxy: EngineProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What Gym wrote through our ledger is read from its store, when Gym has long ended."""
+    run = Run(gym, tmp_path, "ledger")
+    await run.record(proxy)
+    ledger = GymLedger(f"file://{tmp_path}/ledger")
+    for ident in run.ids:
+        manifest = gym.manifest(ident)
+        for record in manifest.records:
+            commit = CaptureLedgerCommit(
+                rollout_id=ident,
+                record=record,
+                staging_chain=(record.staging_key,),
+                request_items=[],
+                response_items=[],
+            )
+            await ledger.record(commit)
+        for failure in manifest.failures:
+            await ledger.record_failure(ident, failure.model_call_id, failure.reason)
+    await ledger.close()
+    where = ["--store", run.store_url, "--rollouts", str(run.rollouts), "--json"]
+    verdicts = []
+    for source in (["--gym", gym.url], ["--ledger", f"{tmp_path}/ledger"]):
+        assert await asyncio.to_thread(collect.main, [*source, *where]) == 1
+        report = json.loads(capsys.readouterr().out)["rollouts"]
+        verdicts.append([(r["status"], r["reason"], r["calls"]) for r in report])
+    assert verdicts[0] == verdicts[1]
+    assert await asyncio.to_thread(collect.main, ["--ledger", f"{tmp_path}/none", *where]) == 1
 
 
 async def test_what_is_wrong_with_the_command_publishes_nothing(

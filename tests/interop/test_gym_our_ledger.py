@@ -107,5 +107,6 @@ async def test_rollouts_go_on_after_the_model_server_restarts(
             assert len(collect(served.store, manifest, strictness="gym").call_spans) == 2
         # The same store without Gym: what a framework on this host reads.
         ledger = GymLedger(f"file://{tmp_path}/ledger")
+        assert ledger.read_manifest("restarted") == manifest
         assert await ledger.manifest("restarted") == manifest.model_dump(mode="json")
         await ledger.close()

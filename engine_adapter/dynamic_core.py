@@ -314,6 +314,12 @@ class HookedEngine(DynamicInferenceEngine):
         blocks = int(context.request_kv_block_counts[rows].sum())
         return tokens, blocks * int(context.block_size_bytes)
 
+    def cuda_graph_count(self) -> int:
+        """CUDA graphs that are captured now; 0 while a recompute-suspend has freed them."""
+        if self.capture_stats is None or not self.context.is_tensor_state_allocated:
+            return 0
+        return len(self.context.cuda_graph_batch_dimensions_list)
+
     def free(self) -> None:
         """Give the KV cache and the CUDA graphs back, and leave Megatron's inference mode."""
         self.context.kv_cache_management_mode = KVCacheManagementMode.RECOMPUTE

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -88,6 +89,7 @@ class MegatronDynamicEngine:
         else:
             self._loop = DynamicLoop(build, device)
         self._model = model.eval()
+        sys.setswitchinterval(settings.switch_interval_s)
         self._loop.start(settings.start_timeout_s)
 
     @property
@@ -185,6 +187,17 @@ class MegatronDynamicEngine:
     def install_capture(self, *, preparer: Any, stager: Any) -> str:
         """Install Megatron's two request hooks; see ``dynamic_hooks.install_hooks``."""
         return install_hooks(self._loop.core, preparer=preparer, stager=stager)
+
+    def cuda_graph_count(self) -> int:
+        """CUDA graphs that are captured now."""
+        return self._loop.core.cuda_graph_count()
+
+    def coordinator_pid(self) -> int | None:
+        """The coordinator's process id; None in direct mode."""
+        loop = self._loop
+        if isinstance(loop, CoordinatedLoop) and loop.coordinator is not None:
+            return loop.coordinator.pid
+        return None
 
     def weight_version(self) -> int | None:
         """See ``Engine.weight_version``."""

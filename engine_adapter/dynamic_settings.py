@@ -41,6 +41,9 @@ class DynamicSettings(BaseModel):
     recompute-suspend with live requests and refuses routing replay."""
     num_cuda_graphs: int | None = Field(default=None, ge=1)
     """Most CUDA graphs to capture, where the model was built for them; None lets Megatron say."""
+    switch_interval_s: float = Field(default=0.0005, gt=0)
+    """How long another thread may keep Python's interpreter lock while the engine waits for it;
+    for the whole process. Python's own 5 ms is half a decoding step, several times a step."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """For building the engine, the capture of its CUDA graphs included."""
 
@@ -94,7 +97,8 @@ def inference_config(
     fixed: dict[str, Any] = {
         "max_sequence_length": longest,
         "max_requests": settings.max_live_requests,
-        "max_tokens": max(step_tokens, settings.max_live_requests),
+        # Megatron pads a step to a multiple of 64 and fails where the limit is no such multiple.
+        "max_tokens": -(-max(step_tokens, settings.max_live_requests) // 64) * 64,
         "block_size_tokens": settings.block_tokens,
         "buffer_size_gb": (nbytes + 1) / 1024**3,
         "enable_chunked_prefill": settings.chunked_prefill,

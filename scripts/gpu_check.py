@@ -62,6 +62,7 @@ class Plan:
     answer_tokens: int
     pairs: int
     graphs: GraphScope
+    switch_interval_s: float = 0.0005
 
     def model(self, loaded: LoadedModel) -> torch.nn.Module:
         """Where the tiny model runs."""
@@ -235,7 +236,12 @@ async def measure_throughput(plan: Plan) -> dict[str, Any]:
     model = loaded.model if plan.rehearse else build_gpu_gpt(shape, graphs=plan.graphs)
     began = time.monotonic()
     engine = engine_over(
-        model, loaded, max_sequence_length=1024, max_live_requests=CONCURRENCY, num_cuda_graphs=8
+        model,
+        loaded,
+        max_sequence_length=1024,
+        max_live_requests=CONCURRENCY,
+        num_cuda_graphs=8,
+        switch_interval_s=plan.switch_interval_s,
     )
     built_s = time.monotonic() - began
     rates: dict[str, list[float]] = {"off": [], "on": []}
@@ -253,6 +259,7 @@ async def measure_throughput(plan: Plan) -> dict[str, Any]:
     report = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "cuda_graphs": "none" if plan.rehearse else plan.graphs,
+        "switch_interval_s": plan.switch_interval_s,
         "engine_build_s": round(built_s, 2),
         "concurrency": CONCURRENCY,
         "mean_answer_tokens": plan.answer_tokens,
@@ -344,6 +351,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--only", action="append", choices=tuple(CHECKS))
     parser.add_argument("--graphs", default="block", choices=("none", "layer", "block"))
+    parser.add_argument("--pairs", type=int, default=12, help="rounds of throughput, off and on")
+    parser.add_argument("--switch-interval-s", type=float, default=0.0005)
     args = parser.parse_args(argv)
     if args.rehearse:
         from tests.dynamic import cpu_facade
@@ -352,7 +361,7 @@ def main(argv: list[str] | None = None) -> int:
         plan = Plan(True, answer_tokens=8, pairs=1, graphs="none")
     elif torch.cuda.is_available():
         require_gpu_process()
-        plan = Plan(False, answer_tokens=128, pairs=12, graphs=args.graphs)
+        plan = Plan(False, 128, args.pairs, args.graphs, args.switch_interval_s)
     else:
         print("gpu_check: no CUDA device (--rehearse runs the steps on the CPU)", file=sys.stderr)
         return 2

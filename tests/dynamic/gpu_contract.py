@@ -41,7 +41,7 @@ class GpuEngines:
     def make_engine(self, **limits: int) -> Engine:
         self.loaded = load_model(self.spec)
         self.model = gpu_twin(self.loaded.model)
-        given = {"max_sequence_length": 1024, "max_live_requests": 32} | limits
+        given: dict[str, Any] = {"max_sequence_length": 1024, "max_live_requests": 32} | limits
         return MegatronDynamicEngine(
             self.model,
             self.loaded.info,

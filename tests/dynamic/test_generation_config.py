@@ -1,0 +1,239 @@
+"""The generation configuration: refused keys, routing policy, options, graphs, layers, reaping."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from megatron.core.inference.config import InferenceConfig
+from megatron.core.transformer.enums import InferenceCudaGraphScope
+
+from tokenplane.engine_adapter import generation_layers
+from tokenplane.engine_adapter.generation_config import parse_generation_config
+from tokenplane.engine_adapter.generation_engine import (
+    apply_inference_cuda_graph_scope,
+    apply_optional_inference_config_kwargs,
+    http_sampling_defaults,
+    resolve_coordinator_policy,
+    to_dynamic_settings,
+    to_megatron_extra,
+)
+from tokenplane.engine_adapter.generation_layers import (
+    configure_inference_optimized_layer_spec,
+    inference_optimized_transformer_layer_spec,
+    resolve_mxfp8_refit_backend,
+)
+from tokenplane.engine_adapter.generation_setup import (
+    REAPING_VARIABLE,
+    configure_generation_config,
+    draft_full_refit_enabled,
+    maybe_configure_engine_reaping_env,
+    resolve_generation_class,
+)
+from tokenplane.engine_adapter.megatron_cpu_shim import importable_bridge
+from tokenplane.engine_adapter.worker_generation import MegatronGenerationWorker
+from tokenplane.schemas.errors import ConfigError
+
+pytestmark = pytest.mark.engine
+
+
+def config_of(**megatron: Any) -> Any:
+    return parse_generation_config({"megatron": megatron})
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"temprature": 1.0}, "temprature"),
+        ({"megatron": {"buffer_gb": 1}}, "megatron.buffer_gb"),
+        ({"top_p": 0}, "top_p"),
+        ({"megatron": {"prefix_caching_coordinator_policy": "round_robin"}}, "policy"),
+        ({"backend": "vllm"}, "backend"),
+    ],
+)
+def test_unknown_keys_and_values_are_refused_by_name(values: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        parse_generation_config(values)
+
+
+def test_the_routing_policy_is_resolved_once_for_engine_and_frontends() -> None:
+    assert resolve_coordinator_policy(config_of().megatron) == "load_balanced"
+    cached = config_of(enable_prefix_caching=True)
+    assert resolve_coordinator_policy(cached.megatron) == "first_prefix_block"
+    longest = config_of(
+        enable_prefix_caching=True, prefix_caching_coordinator_policy="longest_prefix"
+    )
+    extra = to_megatron_extra(longest)
+    assert extra["prefix_caching_coordinator_policy"].value == "longest_prefix"
+    with pytest.raises(ConfigError, match="needs prefix caching"):
+        resolve_coordinator_policy(
+            config_of(prefix_caching_coordinator_policy="longest_prefix").megatron
+        )
+
+
+def test_only_options_that_are_set_are_forwarded_and_megatron_takes_them() -> None:
+    kwargs: dict[str, Any] = {"max_requests": 4}
+    apply_optional_inference_config_kwargs(kwargs, config_of().megatron)
+    assert kwargs == {"max_requests": 4}
+    given = config_of(prefix_caching_routing_alpha=0.25, cuda_graph_max_tokens=64)
+    apply_optional_inference_config_kwargs(kwargs, given.megatron)
+    assert kwargs == {
+        "max_requests": 4,
+        "prefix_caching_routing_alpha": 0.25,
+        "cuda_graph_max_tokens": 64,
+    }
+    assert InferenceConfig(**kwargs).prefix_caching_routing_alpha == 0.25
+
+
+def test_the_graph_scope_needs_a_model_with_graph_managers() -> None:
+    model = SimpleNamespace(
+        config=SimpleNamespace(cuda_graph_impl="local", inference_cuda_graph_scope="as it was")
+    )
+    apply_inference_cuda_graph_scope(model, config_of().megatron)
+    assert model.config.inference_cuda_graph_scope == "as it was"
+    block = config_of(inference_cuda_graph_scope="block").megatron
+    apply_inference_cuda_graph_scope(model, block)
+    assert model.config.inference_cuda_graph_scope is InferenceCudaGraphScope.block
+    model.config.cuda_graph_impl = "none"
+    with pytest.raises(ConfigError, match="without CUDA graph managers"):
+        apply_inference_cuda_graph_scope(model, block)
+
+
+def test_http_defaults_are_the_configured_sampling() -> None:
+    given = parse_generation_config({"temperature": 0.6, "top_p": 0.9, "top_k": 40})
+    assert http_sampling_defaults(given) == {"temperature": 0.6, "top_p": 0.9, "top_k": 40}
+    assert http_sampling_defaults(config_of())["top_k"] == 0
+
+
+def test_settings_follow_the_configuration() -> None:
+    settings = to_dynamic_settings(
+        config_of(
+            buffer_size_gb=0.5,
+            block_size_tokens=16,
+            enable_prefix_caching=True,
+            keep_prefix_cache_after_weight_updates=True,
+        )
+    )
+    assert settings.max_kv_bytes == 2**29
+    assert settings.block_tokens == 16
+    assert settings.reason == "legacy scheduling, prefix cache kept at refit"
+
+
+TOKENIZER = SimpleNamespace(eos_token_id=7, pad_token_id=None)
+
+
+def test_configuring_fills_in_the_tokenizers_ids() -> None:
+    done = configure_generation_config(config_of(), TOKENIZER)
+    assert done.stop_token_ids == (7,)
+    assert done.pad_token_id == 7
+    kept = configure_generation_config(
+        parse_generation_config({"stop_token_ids": [1, 2], "pad_token_id": 0}), TOKENIZER
+    )
+    assert kept.stop_token_ids == (1, 2)
+    assert kept.pad_token_id == 0
+    with pytest.raises(ConfigError, match="no end of sequence"):
+        configure_generation_config(
+            config_of(), SimpleNamespace(eos_token_id=None, pad_token_id=None)
+        )
+
+
+@pytest.mark.parametrize(
+    ("speculative", "flags", "expected"),
+    [
+        (False, {}, "placeholder"),
+        (False, {"is_eval": True}, "real"),
+        (True, {}, "real"),
+        (True, {"has_refit_draft_weights": True}, "real"),
+        (True, {"has_refit_draft_weights": True, "trains_mtp": True}, "placeholder"),
+        (True, {"has_refit_draft_weights": True, "draft_full_refit": True}, "placeholder"),
+        (True, {"trains_mtp": True}, "real"),
+    ],
+)
+def test_weights_are_real_unless_the_first_refit_brings_them_all(
+    speculative: bool, flags: dict[str, bool], expected: str
+) -> None:
+    config = parse_generation_config({"speculative_decoding": speculative})
+    assert configure_generation_config(config, TOKENIZER, **flags).load_weights == expected
+
+
+def test_draft_full_refit() -> None:
+    both = {"automodel_cfg": {"enabled": True}, "draft": {"enabled": True}}
+    assert draft_full_refit_enabled(both)
+    assert not draft_full_refit_enabled(both | {"automodel_cfg": {"enabled": False}})
+    assert not draft_full_refit_enabled({"draft": {"enabled": True}})
+    assert not draft_full_refit_enabled({"automodel_cfg": {"enabled": True}, "draft": None})
+    with pytest.raises(ConfigError, match="without draft weights"):
+        configure_generation_config(config_of(), TOKENIZER, draft_full_refit=True)
+
+
+def test_the_worker_class_of_a_backend() -> None:
+    assert resolve_generation_class(config_of()) is MegatronGenerationWorker
+    with pytest.raises(ConfigError, match="no such generation backend"):
+        resolve_generation_class({"backend": "vllm"})
+
+
+def test_reaping_is_set_once_and_an_operators_choice_stays() -> None:
+    environ: dict[str, str] = {}
+    maybe_configure_engine_reaping_env(False, environ)
+    assert environ == {}
+    maybe_configure_engine_reaping_env(True, environ)
+    assert environ == {REAPING_VARIABLE: "1"}
+    chosen = {REAPING_VARIABLE: "0"}
+    maybe_configure_engine_reaping_env(True, chosen)
+    assert chosen == {REAPING_VARIABLE: "0"}
+
+
+@pytest.mark.parametrize(("backend", "storage"), [("torch", "triton"), ("flashinfer",) * 2])
+def test_mxfp8_storage(backend: str, storage: str) -> None:
+    model = SimpleNamespace(inference_grouped_gemm_backend=backend)
+    assert resolve_mxfp8_refit_backend(model) == storage
+
+
+def test_mxfp8_is_refused_where_the_backend_knows_bf16_only() -> None:
+    with pytest.raises(ConfigError, match="no MXFP8 storage"):
+        resolve_mxfp8_refit_backend(SimpleNamespace(inference_grouped_gemm_backend="vllm"))
+
+
+@pytest.mark.slow
+def test_inference_layers_only_for_the_generic_provider_with_its_default_spec() -> None:
+    with importable_bridge():
+        from megatron.bridge.models.gpt_provider import GPTModelProvider
+
+    def provider(impl: str) -> Any:
+        made = GPTModelProvider(num_layers=1, hidden_size=64, num_attention_heads=4)
+        made.transformer_impl = impl
+        return made
+
+    generic = provider("inference_optimized")
+    configure_inference_optimized_layer_spec(generic)
+    assert generic.transformer_layer_spec is inference_optimized_transformer_layer_spec
+
+    plain = provider("transformer_engine")
+    before = plain.transformer_layer_spec
+    configure_inference_optimized_layer_spec(plain)
+    assert plain.transformer_layer_spec is before
+
+    own = provider("inference_optimized")
+    own.transformer_layer_spec = lambda config: None
+    before = own.transformer_layer_spec
+    configure_inference_optimized_layer_spec(own)
+    assert own.transformer_layer_spec is before
+
+    hybrid = SimpleNamespace(
+        transformer_impl="inference_optimized", transformer_layer_spec="its own"
+    )
+    configure_inference_optimized_layer_spec(hybrid)
+    assert hybrid.transformer_layer_spec == "its own"
+
+
+def test_the_inference_layer_spec_needs_transformer_engine() -> None:
+    config = SimpleNamespace(
+        qk_layernorm=False,
+        multi_latent_attention=False,
+        qk_l2_norm=False,
+        num_moe_experts=None,
+        moe_grouped_gemm=False,
+    )
+    with pytest.raises(AssertionError, match="requires transformer engine"):
+        generation_layers.inference_optimized_transformer_layer_spec(config)

@@ -118,7 +118,7 @@ def test_items_that_are_no_objects(gym: GymContract, item: Any) -> None:
     ask_both(gym, "fingerprints", items=[{"role": "user", "content": "x"}, item]).agree()
 
 
-WORDS = [{"role": "assistant", "content": text} for text in "xyz"]
+WORDS: list[dict[str, Any]] = [{"role": "assistant", "content": text} for text in "xyz"]
 CALL_ITEM = {"type": "function_call", "call_id": "t", "name": "f", "arguments": "{}"}
 OUTPUT_ITEM = {"type": "function_call_output", "call_id": "t", "output": "1"}
 REASONING = {"type": "reasoning", "summary": []}
@@ -205,10 +205,13 @@ def test_a_call_id_that_comes_twice(gym: GymContract, rows: list[Any], a: int, b
     assert both.ours["value"][0] == (ident if same else None)
 
 
-@pytest.mark.parametrize("word", WORDS, ids=str)
-def test_a_witness_can_name_a_terminal(gym: GymContract, word: dict[str, Any]) -> None:
-    """Guards the test above: witnesses do find rows."""
-    rows = [
+X, Y, Z = WORDS
+MESSAGE_FREE = {"explicit": None, "declared": None}
+
+
+def ledger_of(*outputs: list[dict[str, Any]], **change: Any) -> list[dict[str, Any]]:
+    """Roots ``c0``, ``c1``, ... that answered ``outputs``, each a sequence of its own."""
+    return [
         {
             "model_call_id": f"c{at}",
             "mode": "text",
@@ -223,16 +226,78 @@ def test_a_witness_can_name_a_terminal(gym: GymContract, word: dict[str, Any]) -
             "fingerprint_version": 2,
             "chain_hash": f"{at}{at}" * 32,
             "cumulative_hash": f"{at}{at}" * 32,
-            "output_fingerprint": assistant_fingerprint([turn]),
+            "output_fingerprint": assistant_fingerprint(output),
+            **change,
         }
-        for at, turn in enumerate(WORDS)
+        for at, output in enumerate(outputs)
     ]
-    at = WORDS.index(word)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_each_witness_can_name_a_terminal(gym: GymContract, at: int) -> None:
     for witness in (
         {"explicit": f"c{at}", "declared": None, "response": None},
         {"explicit": None, "declared": f"r{at}", "response": None},
-        {"explicit": None, "declared": None, "response": {"id": f"r{at}"}},
-        {"explicit": None, "declared": None, "response": {"output": [word]}},
+        {**MESSAGE_FREE, "response": {"id": f"r{at}"}},
+        {**MESSAGE_FREE, "response": {"output": [WORDS[at]]}},
+    ):
+        both = ask_both(gym, "terminal", rows=ledger_of([X], [Y], [Z]), **witness).agree()
+        assert both.ours["value"][0] == f"c{at}"
+
+
+@pytest.mark.parametrize(
+    ("output", "named"),
+    [
+        ([X, OUTPUT_ITEM, Y], "c1"),
+        ([X, OUTPUT_ITEM, CALL_ITEM, Y], "c2"),
+        ([X, OUTPUT_ITEM, CALL_ITEM, REASONING, Y], "c1"),  # reasoning ends the trailing block
+        ([X, OUTPUT_ITEM, REASONING, CALL_ITEM, Y], "c2"),
+        ([REASONING, Y], "c1"),
+        ([X, Y, OUTPUT_ITEM], None),
+        ([X, Y], None),
+        ([Y, Z], None),
+        ([REASONING], None),
+        ([], None),
+        ([X, 5, "x", None, OUTPUT_ITEM, Y], "c1"),
+    ],
+    ids=str,
+)
+def test_the_content_witness(gym: GymContract, output: list[Any], named: str | None) -> None:
+    rows = ledger_of([Z], [Y], [CALL_ITEM, Y])
+    response = {"output": output}
+    both = ask_both(gym, "terminal", rows=rows, **MESSAGE_FREE, response=response).agree()
+    assert both.ours["value"][0] == named
+
+
+@pytest.mark.parametrize(("version", "named"), [(2, "c0"), (0, None), (1, None), (3, None)])
+def test_a_fingerprint_of_another_version_says_nothing(
+    gym: GymContract, version: int, named: str | None
+) -> None:
+    rows = ledger_of([X], [Y], fingerprint_version=version)
+    response = {"output": [X]}
+    both = ask_both(gym, "terminal", rows=rows, **MESSAGE_FREE, response=response).agree()
+    assert both.ours["value"][0] == named
+
+
+def test_a_whole_transcript_names_the_row_that_continued_it(gym: GymContract) -> None:
+    rows = ledger_of([Z], [Y], continuation_fingerprint=None)
+    rows[1]["continuation_fingerprint"] = assistant_fingerprint([X, Z])
+    response = {"output": [X, Z]}
+    both = ask_both(gym, "terminal", rows=rows, **MESSAGE_FREE, response=response).agree()
+    assert both.ours["value"][0] == "c1"
+
+
+@pytest.mark.parametrize(
+    ("same", "named"), [(True, "c0"), (False, None)], ids=["one sequence", "two sequences"]
+)
+def test_witnesses_that_name_two_rows(gym: GymContract, same: bool, named: str | None) -> None:
+    rows = ledger_of([X], [Y])
+    if same:
+        rows[1] |= {name: rows[0][name] for name in ("chain_hash", "cumulative_hash")}
+    for witness in (
+        {"explicit": "c0", "declared": None, "response": {"output": [Y]}},
+        {"explicit": None, "declared": "r0", "response": {"id": "r1"}},
+        {**MESSAGE_FREE, "response": {"id": "r0", "output": [Y]}},
     ):
         both = ask_both(gym, "terminal", rows=rows, **witness).agree()
-        assert both.ours["value"][0] == f"c{at}"
+        assert both.ours["value"][0] == named

@@ -195,3 +195,20 @@ def test_witnesses_that_name_two_rows(gym: GymContract, same: bool, named: str |
     ):
         both = ask_both(gym, "terminal", rows=rows, **witness).agree()
         assert both.ours["value"][0] == named
+
+
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+def test_of_identical_sequences_the_smallest_id_is_named(
+    gym: GymContract, order: tuple[str, str]
+) -> None:
+    rows = ledger_of([X], [X])
+    for row, ident in zip(rows, order, strict=True):
+        row |= {"model_call_id": ident, "response_id": "r"}
+        row |= {name: rows[0][name] for name in ("chain_hash", "cumulative_hash")}
+    for witness in (
+        {"explicit": None, "declared": "r", "response": None},
+        {**NO_DECLARATION, "response": {"id": "r"}},
+        {**NO_DECLARATION, "response": {"output": [X]}},
+    ):
+        both = ask_both(gym, "terminal", rows=rows, **witness).agree()
+        assert both.ours["value"][0] == "a"

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -30,8 +27,6 @@ if TYPE_CHECKING:
     from tokenplane.staging.store import StagingStore
 
 logger = logging.getLogger("tokenplane.server")
-
-_ENGINE_POLL_S = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +115,7 @@ async def _serve(config: ServerConfig, control_token: str | None, api_key: str |
         from tokenplane.engine_adapter.engine_log import LoggedEngine
         from tokenplane.engine_adapter.model_source import load_model
         from tokenplane.engine_adapter.server_app import create_app
+        from tokenplane.engine_adapter.server_http import run_http
         from tokenplane.engine_adapter.server_parts import build_parts
         from tokenplane.staging.open_store import open_store
 
@@ -146,7 +142,8 @@ async def _serve(config: ServerConfig, control_token: str | None, api_key: str |
             try:
                 await engine.set_weight_version(config.weight_version)
                 app = create_app(parts, control_token=control_token, api_key=api_key)
-                return await _run_http(app, parts, listener)
+                well = await run_http(app, parts, listener, lambda url: _announce(url, parts))
+                return 0 if well else 1
             finally:
                 await parts.close()
 
@@ -173,68 +170,10 @@ def _bound(config: ServerConfig) -> socket.socket:
     return listener
 
 
-async def _run_http(app: Any, parts: ServerParts, listener: socket.socket) -> int:
-    import uvicorn
-
-    config = uvicorn.Config(
-        app,
-        access_log=False,
-        log_config=None,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=max(1, round(parts.config.drain_timeout_s)),
-    )
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield  # ours end the process with a status of its own, uvicorn's by the signal again
-
-    server = Server(config)
-    stop = _stopper(parts, server)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    announcing = asyncio.ensure_future(_announce(parts, server, listener))
-    watching = asyncio.ensure_future(_watch_engine(parts, stop))
-    try:
-        await server.serve([listener])
-    finally:
-        announcing.cancel()
-        watching.cancel()
-    return 1 if watching.done() and not watching.cancelled() else 0
-
-
-def _stopper(parts: ServerParts, server: Any) -> Callable[[], None]:
-    def stop() -> None:
-        server.force_exit = server.should_exit  # the second signal does not wait
-        parts.path.stopping = True
-        server.should_exit = True
-
-    return stop
-
-
-async def _announce(parts: ServerParts, server: Any, listener: socket.socket) -> None:
-    """The one ready line, once ``/health`` answers 200."""
-    while not server.started:  # noqa: ASYNC110 - uvicorn has a flag, no event
-        await asyncio.sleep(0.01)
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    print(
-        f"tokenplane: ready http://{shown}:{port} "
-        f"(model {parts.engine.info.model_id}, store {shown_url(parts.config.store)})",
-        flush=True,
-    )
-
-
-async def _watch_engine(parts: ServerParts, stop: Callable[[], None]) -> None:
-    """A dead engine answers nothing any more: end, so that a supervisor starts a new one."""
-    from tokenplane.engine_adapter.engine import EngineState
-
-    while parts.engine.state() is not EngineState.DEAD:  # noqa: ASYNC110 - it is read elsewhere
-        await asyncio.sleep(_ENGINE_POLL_S)
-    logger.error("the engine is dead; stopping")
-    stop()
+def _announce(url: str, parts: ServerParts) -> None:
+    store = shown_url(parts.config.store)
+    model = parts.engine.info.model_id
+    print(f"tokenplane: ready {url} (model {model}, store {store})", flush=True)
 
 
 def _progress(line: str) -> None:

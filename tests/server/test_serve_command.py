@@ -20,11 +20,11 @@ from tests.server.serve_process import serve_process
 from tests.server.serving import TOOLS, scripted, serving
 from tokenplane.capture.collector import Collector
 from tokenplane.capture.ledger import Ledger
+from tokenplane.engine_adapter.server_http import run_http
 from tokenplane.engine_adapter.testing_suite import until
 from tokenplane.schemas.manifest import RolloutManifest
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.token_source import TokenSource
-from tokenplane.tools import serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -188,15 +188,15 @@ def test_a_call_that_outlasts_the_drain_is_recorded(tmp_path: Path) -> None:
         assert failure.code == "server_stopped"
 
 
-async def test_a_dead_engine_ends_the_process(capsys: pytest.CaptureFixture[str]) -> None:
-    engine = scripted([])
+async def test_a_dead_engine_ends_the_serving() -> None:
+    engine, urls = scripted([]), list[str]()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        async with serving(engine) as served:
-            running = asyncio.create_task(serve._run_http(served.app, served.parts, listener))
-            async with asyncio.timeout(60):
-                await until(lambda: "ready" in capsys.readouterr().out)
-                engine.fail()
-                assert await running == 1
+        async with serving(engine) as served, asyncio.timeout(60):
+            running = asyncio.create_task(run_http(served.app, served.parts, listener, urls.append))
+            await until(lambda: bool(urls))
+            assert urls == [f"http://127.0.0.1:{listener.getsockname()[1]}"]
+            engine.fail()
+            assert await running is False
 
 
 def test_another_host_with_a_token_asks_for_it(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ from bootstrap import ROOT, VENV, SetupError
 TASKS, REPEATS = 3, 2
 READY_S = 600.0
 ROLLOUTS_S = 1500.0
+START_ATTEMPTS = 3
+RAY_TOO_SLOW = "The current node timed out during startup"
 MARKER = ".tokenplane-gym-e2e"
 """Lies in every folder that this script made, and that it may therefore empty."""
 
@@ -71,14 +73,11 @@ def run(out: Path, model: str, ledger: str) -> int:
         config = processes.gym_config(
             out, engine=f"{engine.url}/v1", model=engine.model, model_port=port, ledger=ledger
         )
-        say("starting NeMo-Gym's servers")
         start: list[str | Path] = [
             *(python.parent / "gym", "env", "start", "--model-type", "vllm_model"),
             *("--resources-server", processes.RESOURCES_SERVER, "--config", config),
         ]
-        log = out / "logs" / "gym-servers.log"
-        with processes.running(start, log, cwd=out, env=environment) as servers:
-            processes.wait_for_line(servers, log, "servers ready! Polling", READY_S)
+        with running_gym(start, out, environment):
             say(f"rolling out {TASKS} tasks, {REPEATS} times each")
             roll_out(python, out, config, data, environment)
             say("collecting")
@@ -114,6 +113,30 @@ def running_engine(out: Path, model: str, data: Path) -> Iterator[Engine]:
         line = processes.wait_for_line(process, log, "tokenplane: ready http", READY_S)
         url = line.partition("ready ")[2].split()[0]
         yield Engine(url, "tiny" if model == "scripted" else model)
+
+
+@contextmanager
+def running_gym(
+    command: Sequence[str | Path], out: Path, environment: Mapping[str, str]
+) -> Iterator[None]:
+    """Gym's servers, all of them ready.
+
+    Ray allows its own agents 15 s to start, whatever it is told; on a busy machine they miss that,
+    and only a new attempt helps.
+    """
+    for attempt in range(1, START_ATTEMPTS + 1):
+        log = out / "logs" / f"gym-servers-{attempt}.log"
+        say("starting NeMo-Gym's servers")
+        with processes.running(command, log, cwd=out, env=environment) as servers:
+            try:
+                processes.wait_for_line(servers, log, "servers ready! Polling", READY_S)
+            except SetupError:
+                if attempt == START_ATTEMPTS or RAY_TOO_SLOW not in log.read_text(errors="replace"):
+                    raise
+                say("Ray did not start in time")
+                continue
+            yield
+            return
 
 
 def roll_out(

@@ -100,7 +100,7 @@ def gym_environment(python: Path, token: str) -> dict[str, str]:
         CONTROL_TOKEN_ENV: token,
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray gives up on its own node after 30 s by default; a busy machine needs more.
-        "RAY_raylet_start_wait_time_s": "300",
+        "RAY_raylet_start_wait_time_s": "90",
     }
 
 

@@ -90,12 +90,16 @@ def _controller() -> Any:
 
 
 def _config(controller: Any, options: QueueOptions) -> Any:
-    """None while the queue is being started, or when the controller has just died."""
+    """None while the queue is being started, or when its controller is dead."""
     try:
         return ray.get(controller.get_config.remote(), timeout=options.deadline_s)
     except ray.exceptions.GetTimeoutError as exc:
         raise StoreUnavailableError("TransferQueue: its controller hangs") from exc
-    except ray.exceptions.RayActorError:
+    except ray.exceptions.ActorDiedError:
+        if not options.start:
+            raise StoreUnavailableError("TransferQueue: its controller died") from None
+        # Ray keeps a dead actor's name until somebody kills it.
+        ray.kill(controller)
         return None
 
 

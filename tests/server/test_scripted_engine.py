@@ -94,7 +94,7 @@ async def test_replays_answers_in_order_and_says_when_there_is_none() -> None:
 
 
 async def test_a_version_change_opens_a_boundary_as_in_a_real_engine() -> None:
-    engine = ScriptedEngine(info(), dice)
+    engine = ScriptedEngine(info(), dice, step_s=0.005)
     await engine.set_weight_version(3)
     seen: list[int] = []
     task = asyncio.create_task(
@@ -102,7 +102,7 @@ async def test_a_version_change_opens_a_boundary_as_in_a_real_engine() -> None:
             GenerationRequest(
                 "r",
                 np.array([1, 2], np.int32),
-                SamplingParams(max_tokens=8, ignore_eos=True),
+                SamplingParams(max_tokens=60, ignore_eos=True),
                 lambda ids: seen.extend(ids.tolist()),
             )
         )

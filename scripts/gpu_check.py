@@ -63,6 +63,8 @@ class Plan:
     pairs: int
     graphs: GraphScope
     switch_interval_s: float = 0.0005
+    throughput_s: float = 150.0
+    """No pair of rounds begins after this."""
 
     def model(self, loaded: LoadedModel) -> torch.nn.Module:
         """Where the tiny model runs."""
@@ -137,7 +139,7 @@ async def server_over(
     await engine.set_weight_version(1)
     transport = httpx.ASGITransport(create_app(parts))
     async with httpx.AsyncClient(
-        transport=transport, base_url="http://server", timeout=600
+        transport=transport, base_url="http://server", timeout=120
     ) as client:
         yield parts, client
     await parts.close()
@@ -221,7 +223,7 @@ async def measure_throughput(plan: Plan) -> dict[str, Any]:
     """Chat completions at concurrency 32, capture off and on in turns."""
     loaded = load_model("tiny")
     shape = GptShape(
-        num_layers=24,
+        num_layers=16,
         hidden_size=1024,
         num_attention_heads=16,
         num_query_groups=8,
@@ -248,11 +250,15 @@ async def measure_throughput(plan: Plan) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         async with server_over(engine, loaded, f"file://{folder}") as (parts, client):
             await one_round(plan, client, "on", "warm")
+            ends = time.monotonic() + plan.throughput_s
             for number in range(plan.pairs):
+                if number and time.monotonic() > ends:
+                    break
                 order = ("off", "on") if number % 2 else ("on", "off")
                 for capture in order:
                     rate = await one_round(plan, client, capture, str(number))
                     rates[capture].append(rate)
+                    print(f"capture {capture}: {rate:.0f} tokens/s", file=sys.stderr, flush=True)
             staged = parts.stager.staged_count
             failures = parts.failures.counts()
     ratios = [on / off for on, off in zip(rates["on"], rates["off"], strict=True)]
@@ -358,7 +364,7 @@ def main(argv: list[str] | None = None) -> int:
         from tests.dynamic import cpu_facade
 
         cpu_facade.install()
-        plan = Plan(True, answer_tokens=8, pairs=1, graphs="none")
+        plan = Plan(True, answer_tokens=8, pairs=2, graphs="none")
     elif torch.cuda.is_available():
         require_gpu_process()
         plan = Plan(False, 128, args.pairs, args.graphs, args.switch_interval_s)

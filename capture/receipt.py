@@ -14,6 +14,11 @@ terminal, because an unstaged call may then have been the real end; a chain that
 verifies is complete by itself."""
 
 
+LEFT_BY_THE_CLIENT = frozenset({"client_disconnected"})
+"""Failures of calls whose answer the agent never saw, so that none can be the rollout's end: it
+timed out and asked again, or went away (D18)."""
+
+
 def build_receipt(
     manifest: RolloutManifest,
     *,
@@ -40,8 +45,13 @@ def build_receipt(
     if not choice.settled:
         choice = select_terminal_call(manifest.records)
     reason = None if choice.model_call_id is not None else choice.reason
-    if manifest.failures and (strictness == "gym" or not witnessed):
-        reason = manifest.failures[0].reason
+    failures = [
+        failure
+        for failure in manifest.failures
+        if strictness == "gym" or (not witnessed and failure.reason not in LEFT_BY_THE_CLIENT)
+    ]
+    if failures:
+        reason = failures[0].reason
     return _receipt(manifest, choice, reward, reason)
 
 

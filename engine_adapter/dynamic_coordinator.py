@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from tokenplane.engine_adapter.dynamic_coordinator_process import CoordinatorProcess
-from tokenplane.engine_adapter.dynamic_core import (
+from tokenplane.engine_adapter.dynamic_loop import BuildCore, DynamicLoop, Outcome
+from tokenplane.engine_adapter.dynamic_records import (
     EVIDENCE,
     FAILURE,
     megatron_sampling,
 )
-from tokenplane.engine_adapter.dynamic_loop import BuildCore, DynamicLoop, Outcome
 from tokenplane.engine_adapter.dynamic_request import DynamicRequest, make_result, parse_wire
 from tokenplane.engine_adapter.engine import EngineState
 from tokenplane.engine_adapter.megatron_process import quiet_imports

@@ -17,6 +17,7 @@ import numpy as np
 
 from tokenplane.engine_adapter.dynamic_hooks import CaptureHooks
 from tokenplane.engine_adapter.dynamic_prefix import BlockEpochs, clear_prefix_cache
+from tokenplane.engine_adapter.dynamic_records import EVIDENCE, FAILURE, WIRE
 from tokenplane.engine_adapter.dynamic_request import DynamicRequest, parse_wire
 from tokenplane.engine_adapter.dynamic_sampling import RequestSampling, SampledRow
 from tokenplane.engine_adapter.engine import EngineInfo, SamplingParams
@@ -32,17 +33,9 @@ with quiet_imports():
     from megatron.core.inference.engines.dynamic_engine import EngineState as MegatronState
     from megatron.core.inference.headers import Headers
     from megatron.core.inference.inference_request import Status
-    from megatron.core.inference.sampling_params import SamplingParams as MegatronSampling
     from megatron.core.inference.text_generation_controllers import text_generation_controller
     from megatron.core.inference.utils import InferenceMode
     from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
-
-WIRE = "tokenplane"
-"""Attribute of Megatron's sampling parameters that carries our request to the engine."""
-EVIDENCE = "tokenplane_evidence"
-"""Attribute of the reply's sampling parameters that carries our evidence back."""
-FAILURE = "tokenplane_failure"
-"""Likewise: ``[code, message]`` of a request that failed."""
 
 Finished = Callable[[DynamicRequest, Any], None]
 """Called on the engine thread with each ended request and Megatron's record of it."""
@@ -342,20 +335,6 @@ class HookedEngine(DynamicInferenceEngine):
             attributes |= self.hooks.stage(request, record)
         record.requests[0].sampling_params.add_attributes(attributes)
         self.on_finished(request, record)
-
-
-def megatron_sampling(wire: dict[str, Any]) -> Any:
-    """Megatron's sampling parameters that carry our request; the engine fills in the rest."""
-    params = MegatronSampling(num_tokens_to_generate=wire["max_tokens"], termination_id=-1)
-    params.add_attributes({WIRE: wire})
-    return params
-
-
-def record_lists(record: Any) -> tuple[list[int], list[float], Any]:
-    """Generated ids, their log-probabilities and the routes of a record and its checkpoints."""
-    tokens = [token for inner in record.requests for token in inner.generated_tokens]
-    log_probs = [value for inner in record.requests for value in inner.generated_log_probs]
-    return tokens, log_probs, record.requests[0].routing_indices
 
 
 def _nothing() -> None:

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from tokenplane.engine_adapter.cpu_weights import WeightsLost
-from tokenplane.engine_adapter.dynamic_core import HookedEngine, megatron_sampling, record_lists
+from tokenplane.engine_adapter.dynamic_core import HookedEngine
+from tokenplane.engine_adapter.dynamic_records import megatron_sampling, record_lists
 from tokenplane.engine_adapter.dynamic_request import DynamicRequest, OnTokens, make_result
 from tokenplane.engine_adapter.engine import EngineState, EngineStats, GenerationResult
 from tokenplane.schemas.errors import (

@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final
 
 from tokenplane.staging.claim_order import choose_groups, group_value
+from tokenplane.staging.redis_claim_scripts import ACK, CLAIM, CLAIM_GROUPS, PENDING, RELEASE
 from tokenplane.staging.redis_connection import RedisConnection
 from tokenplane.staging.redis_rows import RedisRows, unpack_stored
-from tokenplane.staging.redis_scripts import ACK, CLAIM, CLAIM_GROUPS, PENDING, RELEASE
 from tokenplane.staging.store_types import Claimed
 
 KEYS_PER_CALL: Final = 2000

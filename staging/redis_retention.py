@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Final
 
 from tokenplane.staging.redis_connection import RedisConnection
-from tokenplane.staging.redis_scripts import PARTITIONS, STATS, SWEEP
+from tokenplane.staging.redis_retention_scripts import STATS, SWEEP
+from tokenplane.staging.redis_scripts import PARTITIONS
 from tokenplane.staging.store_types import RetentionPolicy, StoreStats, SweepReport
 
 ROWS_PER_STEP: Final = 500

@@ -45,7 +45,7 @@ class Script:
     sha1: str
 
 
-def _script(body: str) -> Script:
+def script(body: str) -> Script:
     text = _COMMON + body
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
@@ -155,7 +155,7 @@ local function remove(partition, key)
 end
 """
 
-PUT = _script("""
+PUT = script("""
 -- ARGV: now, partition, key, binding, nonce, label, content, token part, bytes, budget,
 --       then sha, bytes, content ('' where the server is thought to have it) of each blob
 local partition, key, binding, nonce, label = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
@@ -211,7 +211,7 @@ call('HINCRBY', total, 'bytes', size)
 return {'new'}
 """)
 
-DISCARD = _script("""
+DISCARD = script("""
 -- ARGV: now, partition, keys
 local removed = 0
 for at = 3, #ARGV do
@@ -220,12 +220,12 @@ end
 return removed
 """)
 
-KEYS = _script("""
+KEYS = script("""
 -- ARGV: now, partition, prefix
 return matching(ARGV[2], ARGV[3])
 """)
 
-SCAN = _script("""
+SCAN = script("""
 -- ARGV: now, partition, prefix, scan id, seconds; gives key, row number, ...
 local found, reply = matching(ARGV[2], ARGV[3]), {}
 for at = 1, #found, 4000 do
@@ -240,7 +240,7 @@ if #found > 0 then call('ZADD', ns .. ':s', exact(clock() + tonumber(ARGV[5])), 
 return reply
 """)
 
-SCAN_READ = _script("""
+SCAN_READ = script("""
 -- ARGV: now, partition, scan id, seconds, then key, row number, ...; gives content, token part, ...
 if call('ZSCORE', ns .. ':s', ARGV[3]) then
   call('ZADD', ns .. ':s', exact(clock() + tonumber(ARGV[4])), ARGV[3])
@@ -258,14 +258,14 @@ end
 return reply
 """)
 
-SCAN_END = _script("""
+SCAN_END = script("""
 -- ARGV: now, scan id
 call('ZREM', ns .. ':s', ARGV[2])
 forget_removed()
 return 1
 """)
 
-PARTITIONS = _script("""
+PARTITIONS = script("""
 local reply = {}
 for _, name in ipairs(call('SMEMBERS', ns .. ':P')) do
   if call('EXISTS', ns .. ':o:' .. name) == 1 then reply[#reply + 1] = name end
@@ -273,248 +273,9 @@ end
 return reply
 """)
 
-SEAL = _script("""
+SEAL = script("""
 -- ARGV: now, partition
 if call('EXISTS', ns .. ':o:' .. ARGV[2]) == 0 then return 0 end
 call('HSET', ns .. ':p:' .. ARGV[2], 'sealed', 1)
 return 1
 """)
-
-STATS = _script("""
--- ARGV: now, '1' for the whole store, partition, prefix
-local now, whole, chosen = clock(), ARGV[2] == '1', {ARGV[3]}
-if whole then chosen = call('SMEMBERS', ns .. ':P') end
-local rows, bytes, blobs, blob_bytes = 0, 0, 0, 0
-local sealed, readers = {}, {}
-for _, partition in ipairs(chosen) do
-  local order, meta = ns .. ':o:' .. partition, ns .. ':p:' .. partition
-  if call('HEXISTS', meta, 'sealed') == 1 then sealed[#sealed + 1] = partition end
-  for _, name in ipairs(call('SMEMBERS', ns .. ':c:' .. partition)) do
-    local mark = call('GET', place('w', partition, name)) or '0'
-    local pending = call('ZCOUNT', order, '(' .. mark, '+inf')
-                    - call('SCARD', place('a', partition, name))
-    local live = call('ZCOUNT', place('e', partition, name), '(' .. exact(now), '+inf')
-    readers[#readers + 1] = {name, pending, live}
-  end
-end
-if whole then
-  local t = call('HMGET', total, 'rows', 'bytes', 'blobs', 'blob_bytes')
-  rows, bytes = tonumber(t[1] or 0), tonumber(t[2] or 0)
-  blobs, blob_bytes = tonumber(t[3] or 0), tonumber(t[4] or 0)
-else
-  local partition, prefix, seen = ARGV[3], ARGV[4], {}
-  if prefix == '' then
-    rows = call('ZCARD', ns .. ':o:' .. partition)
-    bytes = tonumber(call('HGET', ns .. ':p:' .. partition, 'bytes') or 0)
-  else
-    for _, key in ipairs(matching(partition, prefix)) do
-      rows, bytes = rows + 1, bytes + message_size(partition, key)
-    end
-  end
-  local owners = call('HGETALL', ns .. ':x:' .. partition)
-  for at = 1, #owners, 2 do
-    if string.sub(owners[at], 1, #prefix) == prefix then
-      each_sha(owners[at + 1], function(sha)
-        if not seen[sha] then
-          seen[sha] = true
-          blobs = blobs + 1
-          blob_bytes = blob_bytes + call('STRLEN', ns .. ':b:' .. sha)
-        end
-      end)
-    end
-  end
-end
-return {tostring(rows), exact(bytes), tostring(blobs), exact(blob_bytes), sealed, readers}
-""")
-
-SWEEP = _script("""
--- ARGV: now, partition, prefix, age, '1' to keep the backlog, '1' to remove, after, most rows
--- gives last row number ('' at the end), removed rows, bytes, kept leased, kept backlog,
---       blobs, blob bytes, hashes of the blobs of rows that would go
-local now, partition, prefix, age = clock(), ARGV[2], ARGV[3], tonumber(ARGV[4])
-local order = ns .. ':o:' .. partition
-local page = call('ZRANGEBYSCORE', order, '(' .. ARGV[7], '+inf', 'WITHSCORES',
-                  'LIMIT', 0, tonumber(ARGV[8]))
-local readers = {}
-for _, name in ipairs(call('SMEMBERS', ns .. ':c:' .. partition)) do
-  readers[#readers + 1] = {place('e', partition, name), place('a', partition, name),
-                           tonumber(call('GET', place('w', partition, name)) or 0)}
-end
-local rows, bytes, leased, backlog, blobs, blob_bytes, shas = 0, 0, 0, 0, 0, 0, {}
-for at = 1, #page, 2 do
-  local key, seq = page[at], tonumber(page[at + 1])
-  local head = call('GETRANGE', place('m', partition, key), 56, 63)
-  if string.sub(key, 1, #prefix) == prefix and now - struct.unpack('<d', head) >= age then
-    local live, waits = false, false
-    for _, reader in ipairs(readers) do
-      local expiry = call('ZSCORE', reader[1], seq)
-      live = live or (expiry and tonumber(expiry) > now)
-      waits = waits or (seq > reader[3] and call('SISMEMBER', reader[2], seq) == 0)
-    end
-    if live then
-      leased = leased + 1
-    elseif waits and ARGV[5] == '1' then
-      backlog = backlog + 1
-    elseif ARGV[6] == '1' then
-      local size, gone, gone_bytes = remove(partition, key)
-      rows, bytes = rows + 1, bytes + size
-      blobs, blob_bytes = blobs + gone, blob_bytes + gone_bytes
-    else
-      rows, bytes = rows + 1, bytes + message_size(partition, key)
-      shas[#shas + 1] = call('HGET', ns .. ':x:' .. partition, key) or ''
-    end
-  end
-end
-return {page[#page] or '', rows, exact(bytes), leased, backlog, blobs, exact(blob_bytes),
-        table.concat(shas)}
-""")
-
-_CLAIMS = """
-local function introduce(partition, consumer)
-  call('SADD', ns .. ':P', partition)
-  call('SADD', ns .. ':c:' .. partition, consumer)
-  return call('GET', place('w', partition, consumer)) or '0'
-end
-local function is_leased(leases, seq, now)
-  local expiry = call('ZSCORE', leases, seq)
-  return expiry and tonumber(expiry) > now
-end
-local function deliver(partition, consumer, chosen, now, lease)
-  -- chosen: key, row number, ...; gives expiry, then key, deliveries, content, token part, ...
-  local expiry = exact(now + lease)
-  local reply = {expiry}
-  for at = 1, #chosen, 2 do
-    local key, seq = chosen[at], chosen[at + 1]
-    call('ZADD', place('e', partition, consumer), expiry, seq)
-    reply[#reply + 1] = key
-    reply[#reply + 1] = call('HINCRBY', place('d', partition, consumer), seq, 1)
-    reply[#reply + 1] = call('GET', place('m', partition, key))
-    reply[#reply + 1] = call('GET', place('k', partition, key))
-  end
-  return reply
-end
-"""
-
-CLAIM = _script(
-    _CLAIMS
-    + """
--- ARGV: now, partition, consumer, most rows, lease seconds
-local now, partition, consumer, most = clock(), ARGV[2], ARGV[3], tonumber(ARGV[4])
-local after, chosen = introduce(partition, consumer), {}
-local acked, leases = place('a', partition, consumer), place('e', partition, consumer)
-while #chosen < 2 * most do
-  local page = call('ZRANGEBYSCORE', ns .. ':o:' .. partition, '(' .. after, '+inf', 'WITHSCORES',
-                    'LIMIT', 0, math.max(most, 64))
-  if #page == 0 then break end
-  for at = 1, #page, 2 do
-    local seq = page[at + 1]
-    if #chosen < 2 * most and call('SISMEMBER', acked, seq) == 0
-       and not is_leased(leases, seq, now) then
-      chosen[#chosen + 1] = page[at]
-      chosen[#chosen + 1] = seq
-    end
-  end
-  after = page[#page]
-end
-return deliver(partition, consumer, chosen, now, tonumber(ARGV[5]))
-"""
-)
-
-PENDING = _script(
-    _CLAIMS
-    + """
--- ARGV: now, partition, consumer; gives key, row number, '1' under a live lease, ...
-local now, partition, consumer, reply = clock(), ARGV[2], ARGV[3], {}
-local after = introduce(partition, consumer)
-local acked, leases = place('a', partition, consumer), place('e', partition, consumer)
-local page = call('ZRANGEBYSCORE', ns .. ':o:' .. partition, '(' .. after, '+inf', 'WITHSCORES')
-for at = 1, #page, 2 do
-  local seq = page[at + 1]
-  if call('SISMEMBER', acked, seq) == 0 then
-    reply[#reply + 1] = page[at]
-    reply[#reply + 1] = seq
-    reply[#reply + 1] = is_leased(leases, seq, now) and 1 or 0
-  end
-end
-return reply
-"""
-)
-
-CLAIM_GROUPS = _script(
-    _CLAIMS
-    + """
--- ARGV: now, partition, consumer, lease seconds, then per group: its size, key, row number, ...
--- Takes the groups of which nothing was taken, acknowledged or removed since they were chosen.
-local now, partition, consumer, taken, chosen = clock(), ARGV[2], ARGV[3], {}, {}
-local mark = tonumber(introduce(partition, consumer))
-local acked, leases = place('a', partition, consumer), place('e', partition, consumer)
-local at = 5
-while at <= #ARGV do
-  local last, free = at + 2 * tonumber(ARGV[at]), true
-  for i = at + 1, last, 2 do
-    local seq = ARGV[i + 1]
-    free = free and call('ZSCORE', ns .. ':o:' .. partition, ARGV[i]) == seq
-           and tonumber(seq) > mark and call('SISMEMBER', acked, seq) == 0
-           and not is_leased(leases, seq, now)
-  end
-  if free then
-    for i = at + 1, last, 2 do taken[#taken + 1] = {ARGV[i], ARGV[i + 1]} end
-  end
-  at = last + 1
-end
-table.sort(taken, function(a, b) return tonumber(a[2]) < tonumber(b[2]) end)
-for _, pair in ipairs(taken) do
-  chosen[#chosen + 1] = pair[1]
-  chosen[#chosen + 1] = pair[2]
-end
-return deliver(partition, consumer, chosen, now, tonumber(ARGV[4]))
-"""
-)
-
-ACK = _script(
-    _CLAIMS
-    + """
--- ARGV: now, partition, consumer, keys
-local partition, consumer, fresh = ARGV[2], ARGV[3], 0
-local order, acked = ns .. ':o:' .. partition, place('a', partition, consumer)
-local mark = tonumber(introduce(partition, consumer))
-for at = 4, #ARGV do
-  local seq = number_of(partition, ARGV[at])
-  if seq and seq > mark and call('SADD', acked, seq) == 1 then
-    fresh = fresh + 1
-    call('ZREM', place('e', partition, consumer), seq)
-    call('HDEL', place('d', partition, consumer), seq)
-  end
-end
-local moved = mark
-while true do
-  local page = call('ZRANGEBYSCORE', order, '(' .. moved, '+inf', 'WITHSCORES', 'LIMIT', 0, 64)
-  local before = moved
-  for at = 2, #page, 2 do
-    if call('SREM', acked, page[at]) == 0 then break end
-    moved = tonumber(page[at])
-  end
-  if moved == before then break end
-end
-if moved > mark then call('SET', place('w', partition, consumer), exact(moved)) end
-return fresh
-"""
-)
-
-RELEASE = _script(
-    _CLAIMS
-    + """
--- ARGV: now, partition, consumer, keys
-local now, partition, consumer, ended = clock(), ARGV[2], ARGV[3], 0
-introduce(partition, consumer)
-local leases = place('e', partition, consumer)
-for at = 4, #ARGV do
-  local seq = number_of(partition, ARGV[at])
-  if seq and is_leased(leases, seq, now) then
-    call('ZADD', leases, exact(now), seq)
-    ended = ended + 1
-  end
-end
-return ended
-"""
-)

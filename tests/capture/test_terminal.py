@@ -150,3 +150,12 @@ def test_a_declared_miss_never_falls_back() -> None:
     assert receipt.terminal_model_call_id is None
     assert receipt.failure_reason == "declared_terminal_not_captured"
     assert build_receipt(RolloutManifest(rollout_id="r")).failure_reason == "no_records"
+
+
+def test_a_call_that_the_client_left_is_not_the_end() -> None:
+    left = [ManifestFailure(model_call_id="z", reason="client_disconnected")]
+    manifest = RolloutManifest(rollout_id="r", records=CHAIN, failures=left)
+    assert build_receipt(manifest).terminal_model_call_id == "c"
+    assert build_receipt(manifest, strictness="gym").failure_reason == "client_disconnected"
+    manifest = manifest.model_copy(update={"failures": left + FAILED})
+    assert build_receipt(manifest).failure_reason == "stage_failed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import gym_env
 import pytest
 
 from tests.interop.gym_contract import GymContract
-from tests.interop.gym_process import BACKENDS, GymModelServer
+from tests.interop.gym_process import BACKENDS, Backend, GymModelServer
 from tests.interop.gym_proxy import EngineProxy
 
 
@@ -40,16 +41,17 @@ def gym_servers(
 ) -> Iterator[dict[str, GymModelServer]]:
     """The real model server by backend, with Gym's own ledger; rollout ids must be unique."""
     folder = tmp_path_factory.mktemp("gym")
+
+    def start(backend: Backend) -> GymModelServer:
+        kwargs = {"root": str(folder / backend)}
+        return GymModelServer(
+            gym_python, proxy.url, folder, backend=backend, lineage_store_kwargs=kwargs
+        )
+
     with ExitStack() as stack:
+        with ThreadPoolExecutor() as pool:  # most of a start is waiting for imports
+            servers = list(pool.map(start, BACKENDS))
         yield {
-            backend: stack.enter_context(
-                GymModelServer(
-                    gym_python,
-                    proxy.url,
-                    folder,
-                    backend=backend,
-                    lineage_store_kwargs={"root": str(folder / backend)},
-                )
-            )
-            for backend in BACKENDS
+            backend: stack.enter_context(server)
+            for backend, server in zip(BACKENDS, servers, strict=True)
         }

@@ -43,6 +43,7 @@ from tokenplane.staging.redis_scripts import Script
 
 FIRST_WAIT_S: Final = 0.01
 LONGEST_WAIT_S: Final = 0.5
+ONE_SEND_BYTES: Final = 1 << 20
 _FULL = re.compile(r"no space left|maxmemory|\bENOSPC\b", re.IGNORECASE)
 # What a server says that is on its way: starting, failing over, moving slots.
 _PASSING = (
@@ -159,7 +160,11 @@ class RedisConnection:
 
 
 def _one(connection: Any, parts: Sequence[bytes | str | int]) -> Any:
-    connection.send_command(*parts)
+    pieces = connection.pack_command(*parts)
+    if len(pieces) > 1 and sum(map(len, pieces)) < ONE_SEND_BYTES:
+        # A row is one write to the socket: the server wakes once for it.
+        pieces = [b"".join(pieces)]
+    connection.send_packed_command(pieces)
     return connection.read_response(disable_decoding=True)
 
 

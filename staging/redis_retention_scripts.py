@@ -22,9 +22,9 @@ for _, partition in ipairs(chosen) do
   end
 end
 if whole then
-  local t = call('HMGET', total, 'rows', 'bytes', 'blobs', 'blob_bytes')
-  rows, bytes = tonumber(t[1] or 0), tonumber(t[2] or 0)
-  blobs, blob_bytes = tonumber(t[3] or 0), tonumber(t[4] or 0)
+  local t = call('HMGET', total, 'blobs', 'blob_bytes')
+  for _, partition in ipairs(chosen) do rows = rows + call('ZCARD', ns .. ':o:' .. partition) end
+  bytes, blobs, blob_bytes = stored_bytes(), tonumber(t[1] or 0), tonumber(t[2] or 0)
 else
   local partition, prefix, seen = ARGV[3], ARGV[4], {}
   if prefix == '' then
@@ -67,7 +67,7 @@ end
 local rows, bytes, leased, backlog, blobs, blob_bytes, shas = 0, 0, 0, 0, 0, 0, {}
 for at = 1, #page, 2 do
   local key, seq = page[at], tonumber(page[at + 1])
-  local head = call('GETRANGE', place('m', partition, key), 56, 63)
+  local head = call('GETRANGE', place('m', partition, key), 48, 55)
   if string.sub(key, 1, #prefix) == prefix and now - struct.unpack('<d', head) >= age then
     local live, waits = false, false
     for _, reader in ipairs(readers) do

@@ -15,7 +15,7 @@ from tokenplane.staging.row_packing import unpack_row
 from tokenplane.staging.row_split import join_message, read_token_columns
 
 KEYS_PER_READ: Final = 500
-_HEADER: Final = struct.Struct("<32s16sdd")
+_HEADER: Final = struct.Struct("<32s16sd8x")
 
 
 class RedisRows:
@@ -68,6 +68,11 @@ class RedisRows:
                 if token_part is not None:
                     found[key] = read_token_columns(token_part, partition, key, columns)
         return found
+
+
+def stored_content(binding: bytes, nonce: bytes, created_at: float, message: bytes) -> bytes:
+    """The header and what it stands before; see redis_scripts."""
+    return _HEADER.pack(binding, nonce, created_at) + message
 
 
 def unpack_stored(

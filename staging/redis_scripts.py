@@ -5,7 +5,7 @@ the hash tag ``{namespace}``, so that in a cluster they lie in the slot of the d
 
 Names, with N for ``{namespace}``, P for a partition, K for a key, C for a consumer::
 
-    N:t                 hash: seq, rows, bytes, blobs, blob_bytes of the whole store
+    N:t                 hash: seq (last row number), blobs, blob_bytes of the whole store
     N:P                 set: partitions that have rows or consumers
     N:p:P               hash: label, sealed, bytes
     N:o:P               zset: key by row number (write order)
@@ -23,7 +23,7 @@ Names, with N for ``{namespace}``, P for a partition, K for a key, C for a consu
     N:g                 set: numbers of removed rows that a running scan may still want
     N:g:m:<n>, N:g:k:<n>    strings: those rows
 
-Row header: binding (32 bytes), writer's nonce (16), row number and Unix seconds (float64 each).
+Row header: binding (32 bytes), writer's nonce (16), Unix seconds (float64), zero (8).
 """
 
 from __future__ import annotations
@@ -67,9 +67,12 @@ end
 local function each_sha(shas, visit)
   for at = 1, #shas, 32 do visit(string.sub(shas, at, at + 31)) end
 end
-local function size_of(partition, key)
-  local size = call('STRLEN', place('m', partition, key)) - 64
-  return size, call('STRLEN', place('k', partition, key))
+local function stored_bytes()
+  local sum = 0
+  for _, partition in ipairs(call('SMEMBERS', ns .. ':P')) do
+    sum = sum + tonumber(call('HGET', ns .. ':p:' .. partition, 'bytes') or 0)
+  end
+  return sum
 end
 local function number_of(partition, key)
   local seq = call('ZSCORE', ns .. ':o:' .. partition, key)
@@ -88,16 +91,10 @@ local function matching(partition, prefix)
   table.sort(found, function(a, b) return rank[a] < rank[b] end)
   return found
 end
-local function token_gap(partition, key)
-  -- Bytes of the token part that are no bytes of the message.
-  local head = call('GETRANGE', place('k', partition, key), 72, 79)
-  if head == '' then return 0 end
-  local _, ranges = struct.unpack('<II', head)
-  return 80 + 8 * ranges
-end
 local function message_size(partition, key)
-  local rest, token = size_of(partition, key)
-  return rest + token - token_gap(partition, key)
+  local head = call('GETRANGE', place('k', partition, key), 72, 75)
+  if head ~= '' then return (struct.unpack('<I', head)) end
+  return call('STRLEN', place('m', partition, key)) - 64
 end
 -- Counters go down by 0 - x: minus x would be a minus zero, which some servers refuse.
 local function forget_removed()
@@ -141,10 +138,10 @@ local function remove(partition, key)
     call('RENAME', m, ns .. ':g:m:' .. seq)
     if call('EXISTS', k) == 1 then call('RENAME', k, ns .. ':g:k:' .. seq) end
   end
-  call('HINCRBY', total, 'rows', -1)
-  call('HINCRBY', total, 'bytes', 0 - size)
-  call('HINCRBY', total, 'blobs', 0 - blobs)
-  call('HINCRBY', total, 'blob_bytes', 0 - blob_bytes)
+  if blobs > 0 then
+    call('HINCRBY', total, 'blobs', 0 - blobs)
+    call('HINCRBY', total, 'blob_bytes', 0 - blob_bytes)
+  end
   if call('EXISTS', ns .. ':o:' .. partition) == 0 then
     call('DEL', meta)
     if call('EXISTS', ns .. ':c:' .. partition) == 0 then
@@ -156,7 +153,7 @@ end
 """
 
 PUT = script("""
--- ARGV: now, partition, key, binding, nonce, label, content, token part, bytes, budget,
+-- ARGV: '', partition, key, binding, nonce, label, header and content, token part, bytes, budget,
 --       then sha, bytes, content ('' where the server is thought to have it) of each blob
 local partition, key, binding, nonce, label = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local size, budget = tonumber(ARGV[9]), tonumber(ARGV[10])
@@ -180,8 +177,7 @@ for at = 11, #ARGV, 3 do
   end
 end
 if budget then
-  local used = call('HMGET', total, 'bytes', 'blob_bytes')
-  local sum = tonumber(used[1] or 0) + tonumber(used[2] or 0)
+  local sum = stored_bytes() + tonumber(call('HGET', total, 'blob_bytes') or 0)
   if sum + need > budget then return {'full', tostring(need), tostring(sum)} end
 end
 if #wanted > 1 then return wanted end
@@ -197,7 +193,7 @@ for _, at in ipairs(fresh) do
 end
 if #shas > 0 then call('HSET', ns .. ':x:' .. partition, key, table.concat(shas)) end
 local seq = call('HINCRBY', total, 'seq', 1)
-call('SET', row, binding .. nonce .. struct.pack('<dd', seq, clock()) .. ARGV[7])
+call('SET', row, ARGV[7])
 if ARGV[8] ~= '' then call('SET', place('k', partition, key), ARGV[8]) end
 call('ZADD', order, seq, key)
 call('ZADD', ns .. ':l:' .. partition, 0, key)
@@ -206,8 +202,6 @@ if not held[1] then
   call('SADD', ns .. ':P', partition)
 end
 call('HINCRBY', meta, 'bytes', size)
-call('HINCRBY', total, 'rows', 1)
-call('HINCRBY', total, 'bytes', size)
 return {'new'}
 """)
 

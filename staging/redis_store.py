@@ -25,7 +25,7 @@ from tokenplane.staging.redis_claims import RedisClaims
 from tokenplane.staging.redis_connection import RedisConnection, shown
 from tokenplane.staging.redis_durability import check_server
 from tokenplane.staging.redis_retention import read_stats, sweep_rows
-from tokenplane.staging.redis_rows import RedisRows
+from tokenplane.staging.redis_rows import RedisRows, stored_content
 from tokenplane.staging.redis_scan import RedisScan
 from tokenplane.staging.redis_scripts import DISCARD, KEYS, PARTITIONS, PUT, SEAL
 from tokenplane.staging.row_packing import (
@@ -106,9 +106,11 @@ class RedisStore:
         self._connection = RedisConnection(url, timeout_s=timeout_s, tls=tls or {})
         try:
             self.durable: Durability = check_server(self._connection, require)
+            at = self._connection.command("TIME")
         except BaseException:
             self._connection.close()
             raise
+        self._server_ahead_s = float(at[0]) + float(at[1]) / 1e6 - time.monotonic()
         self._total = b"{%s}:t" % namespace.encode()
         self._rows = RedisRows(self._connection, self._total)
         self._claims = RedisClaims(self._connection, self._rows, self._total, self._now)
@@ -117,34 +119,40 @@ class RedisStore:
         """The time as scripts take it."""
         return "" if self._clock is None else repr(self._clock())
 
+    def _created_at(self) -> float:
+        """The age of a row counts from here; by the server's clock, read once at the opening."""
+        if self._clock is not None:
+            return self._clock()
+        return self._server_ahead_s + time.monotonic()
+
     def put(
         self, partition: str, key: str, row: pa.RecordBatch, *, blobs: Sequence[Blob] = ()
     ) -> bool:
         """See ``StagingStore.put``."""
         packed = pack_row(partition, key, row)
         contents = {blob.sha256: blob for blob in blobs}
-        split = split_message(packed.message, row.schema, partition, key)
+        split = split_message(packed.message, row, partition, key)
         token_part, rest = split or (b"", packed.message)
         nonce = uuid.uuid4().bytes
+        content = stored_content(packed.binding, nonce, self._created_at(), rest)
         offered = {sha for sha, blob in contents.items() if blob.nbytes >= OFFER_FROM_BYTES}
         deadline = time.monotonic() + self._full_wait_s
         wait = FIRST_POLL_S
         while True:
             args: list[bytes | str | int] = [
-                self._now(),
+                "",
                 partition,
                 key,
                 packed.binding,
                 nonce,
                 packed.label,
-                rest,
+                content,
                 token_part,
                 len(packed.message),
                 "" if self._max_bytes is None else self._max_bytes,
             ]
             for sha, blob in contents.items():
-                content = b"" if sha in offered else bytes(blob.data)
-                args += [sha, blob.nbytes, content]
+                args += [sha, blob.nbytes, b"" if sha in offered else bytes(blob.data)]
             verdict, *context = self._connection.script(PUT, [self._total], *args)
             if verdict == b"blobs":
                 offered -= set(context)

@@ -50,19 +50,13 @@ class RedisBackend(StoreBackend):
         if token is None:
             return content[64:]
         assert isinstance(token, bytes)
-        length, count = struct.unpack_from("<II", token, 72)
-        message = bytearray(length)
-        inside = bytearray(length)
-        at = 80 + 8 * count
-        for start, size in struct.iter_unpack("<II", token[80:at]):
-            message[start : start + size] = token[at : at + size]
-            inside[start : start + size] = b"\1" * size
-            at += size
-        rest = iter(content[64:])
-        for place in range(length):
-            if not inside[place]:
-                message[place] = next(rest)
-        return bytes(message)
+        message, rest = bytearray(), content[64:]
+        cuts = struct.iter_unpack("<III", token[76:100])
+        for start, inside, size in sorted(cuts):
+            gap = start - len(message)
+            message += rest[:gap] + token[inside : inside + size]
+            rest = rest[gap:]
+        return bytes(message + rest)
 
     def raw_write(self, store: StagingStore, partition: str, key: str, message: bytes) -> None:
         name = self.name("m", partition, key)

@@ -16,14 +16,22 @@ PROMISED = {
 }
 
 
+def run_make(root: Path, *arguments: str) -> str:
+    """What make prints, as if no other make had started this test run."""
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    done = subprocess.run(
+        ["make", *arguments], cwd=root, env=env, check=True, capture_output=True, text=True
+    )
+    return done.stdout
+
+
 @pytest.fixture
 def targets(root: Path) -> set[str]:
     return set(re.findall(r"^\.PHONY: (\S+)$", (root / "Makefile").read_text(), re.MULTILINE))
 
 
 def test_help_explains_every_target(root: Path, targets: set[str]) -> None:
-    done = subprocess.run(["make", "help"], cwd=root, check=True, capture_output=True, text=True)
-    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    lines = [line.split(maxsplit=1) for line in run_make(root, "help").splitlines()]
     assert {name for name, text in lines if text} == targets
     assert targets >= PROMISED
 
@@ -43,10 +51,7 @@ def test_ci_is_make_test(root: Path) -> None:
 
 
 def test_make_test_ends_with_pytest(root: Path) -> None:
-    done = subprocess.run(
-        ["make", "--dry-run", "test"], cwd=root, check=True, capture_output=True, text=True
-    )
-    commands = done.stdout.strip().splitlines()
+    commands = run_make(root, "--dry-run", "test").strip().splitlines()
     assert commands[-1].strip().startswith(".venv/bin/python -m pytest")
     lint = [line for line in commands if re.search(r"ruff check|ruff format --check|mypy", line)]
     assert len(lint) == 3

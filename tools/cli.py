@@ -37,6 +37,8 @@ COMMANDS = {
         "tokenplane.tools.inspect_command", "look at one row, at a store, or at a chat template"
     ),
     "export": Command("tokenplane.tools.export_parquet", "write a partition as one Parquet file"),
+    "gc": Command("tokenplane.tools.gc_command", "remove what is old, rollout by rollout"),
+    "bench": Command("tokenplane.tools.bench", "measure the stores, or soak one"),
 }
 
 

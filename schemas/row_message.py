@@ -20,12 +20,16 @@ from functools import lru_cache
 
 import pyarrow as pa
 
+from tokenplane.schemas.columns import SCHEMA_FINGERPRINT_KEY
 from tokenplane.schemas.errors import CorruptRowError
 
 MAGIC = b"TKPLROW1"
 HEADER_BYTES = 64
 _HEADER = struct.Struct("<8sQ32s16s")
 _RESERVED = bytes(16)
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+_MAX_SCHEMAS = 64
+_SCHEMA_MESSAGES: dict[bytes | None, tuple[pa.Schema, bytes]] = {}
 
 
 def encode_message(batch: pa.RecordBatch) -> bytes:
@@ -35,12 +39,24 @@ def encode_message(batch: pa.RecordBatch) -> bytes:
     to the same bytes again. A slice of a longer batch may not: Arrow leaves undefined bytes under a
     null struct.
     """
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    payload = sink.getvalue()
-    header = _HEADER.pack(MAGIC, payload.size, hashlib.sha256(payload).digest(), _RESERVED)
-    return b"".join((header, payload))
+    parts = (_schema_message(batch.schema), batch.serialize(), _END_OF_STREAM)
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    size = sum(memoryview(part).nbytes for part in parts)
+    return b"".join((_HEADER.pack(MAGIC, size, digest.digest(), _RESERVED), *parts))
+
+
+def _schema_message(schema: pa.Schema) -> bytes:
+    """The schema as the stream begins with it; kept, for rows of few schemas come in thousands."""
+    place = (schema.metadata or {}).get(SCHEMA_FINGERPRINT_KEY)
+    known = _SCHEMA_MESSAGES.get(place)
+    if known is None or not schema.equals(known[0], check_metadata=True):
+        known = (schema, schema.serialize().to_pybytes())
+        if len(_SCHEMA_MESSAGES) >= _MAX_SCHEMAS:
+            _SCHEMA_MESSAGES.clear()
+        _SCHEMA_MESSAGES[place] = known
+    return known[1]
 
 
 def decode_message(

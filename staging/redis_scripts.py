@@ -45,27 +45,18 @@ class Script:
     sha1: str
 
 
-def script(body: str) -> Script:
-    text = _COMMON + body
+def script(body: str, *, rest: bool = True) -> Script:
+    """A script after the definitions below, or after the first of them only."""
+    text = _NAMES + (_REST if rest else "") + body
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-# ARGV[1] is the time by the caller's clock; empty means the server's own, one clock for all hosts.
-_COMMON = """
+_NAMES = """
 local call = redis.call
 local total = KEYS[1]
 local ns = string.sub(total, 1, -3)
-local function clock()
-  if ARGV[1] ~= '' then return tonumber(ARGV[1]) end
-  local t = call('TIME')
-  return tonumber(t[1]) + tonumber(t[2]) / 1000000
-end
-local function exact(number) return string.format('%.17g', number) end
 local function place(kind, partition, name)
   return ns .. ':' .. kind .. ':' .. #partition .. ':' .. partition .. ':' .. name
-end
-local function each_sha(shas, visit)
-  for at = 1, #shas, 32 do visit(string.sub(shas, at, at + 31)) end
 end
 local function stored_bytes()
   local sum = 0
@@ -73,6 +64,18 @@ local function stored_bytes()
     sum = sum + tonumber(call('HGET', ns .. ':p:' .. partition, 'bytes') or 0)
   end
   return sum
+end
+"""
+# ARGV[1] is the time by the caller's clock; empty means the server's own, one clock for all hosts.
+_REST = """
+local function clock()
+  if ARGV[1] ~= '' then return tonumber(ARGV[1]) end
+  local t = call('TIME')
+  return tonumber(t[1]) + tonumber(t[2]) / 1000000
+end
+local function exact(number) return string.format('%.17g', number) end
+local function each_sha(shas, visit)
+  for at = 1, #shas, 32 do visit(string.sub(shas, at, at + 31)) end
 end
 local function number_of(partition, key)
   local seq = call('ZSCORE', ns .. ':o:' .. partition, key)
@@ -152,7 +155,8 @@ local function remove(partition, key)
 end
 """
 
-PUT = script("""
+PUT = script(
+    """
 -- ARGV: '', partition, key, binding, nonce, label, header and content, token part, bytes, budget,
 --       then sha, bytes, content ('' where the server is thought to have it) of each blob
 local partition, key, binding, nonce, label = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
@@ -193,8 +197,11 @@ for _, at in ipairs(fresh) do
 end
 if #shas > 0 then call('HSET', ns .. ':x:' .. partition, key, table.concat(shas)) end
 local seq = call('HINCRBY', total, 'seq', 1)
-call('SET', row, ARGV[7])
-if ARGV[8] ~= '' then call('SET', place('k', partition, key), ARGV[8]) end
+if ARGV[8] == '' then
+  call('SET', row, ARGV[7])
+else
+  call('MSET', row, ARGV[7], place('k', partition, key), ARGV[8])
+end
 call('ZADD', order, seq, key)
 call('ZADD', ns .. ':l:' .. partition, 0, key)
 if not held[1] then
@@ -203,7 +210,9 @@ if not held[1] then
 end
 call('HINCRBY', meta, 'bytes', size)
 return {'new'}
-""")
+""",
+    rest=False,
+)
 
 DISCARD = script("""
 -- ARGV: now, partition, keys

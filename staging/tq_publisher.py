@@ -65,14 +65,17 @@ class Publisher:
         return self._error
 
     def put(self, partition: str, key: str, packed: PackedRow, blobs: Sequence[Blob]) -> bool:
-        """Publish one row, blobs first; False if it has to wait for the queue."""
+        """Publish one row with its blobs; False if it has to wait for the queue.
+
+        They are one batch, which readers see at once.
+        """
         link = self._link
         if link is None:
             return False
         try:
-            link.put([self._entry(blob_name(b.sha256), b.sha256, b.data) for b in blobs])
-            name = row_name(partition, key)
-            link.put([self._entry(name, packed.binding, packed.message)])
+            content = {b.sha256: self._entry(blob_name(b.sha256), b.sha256, b.data) for b in blobs}
+            row = self._entry(row_name(partition, key), packed.binding, packed.message)
+            link.put([*content.values(), row])
         except StoreError as exc:
             self.give_up(link, exc)
             return False

@@ -32,7 +32,6 @@ from tokenplane.schemas.errors import (
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.row_packing import (
     check_blob,
-    check_found,
     check_name,
     check_unique_keys,
     pack_row,
@@ -119,21 +118,12 @@ class TransferQueueStore:
         try:
             return self._journal.get(partition, wanted, columns)
         except MissingRowError:
-            found = self._read_journal(partition, wanted, columns)
-        found |= self._read_queue(partition, [key for key in wanted if key not in found], columns)
-        check_found(wanted, set(found), partition)
+            found = self._read_queue(partition, wanted, columns)
+        rest = [key for key in wanted if key not in found]
+        if rest:
+            rows = self._journal.get(partition, rest, columns)
+            found |= dict(zip(rest, rows, strict=True))
         return [found[key] for key in wanted]
-
-    def _read_journal(
-        self, partition: str, keys: Sequence[str], columns: Sequence[str] | None
-    ) -> dict[str, pa.RecordBatch]:
-        found = {}
-        for key in keys:
-            try:
-                (found[key],) = self._journal.get(partition, [key], columns)
-            except MissingRowError:
-                continue
-        return found
 
     def _read_queue(
         self, partition: str, keys: Sequence[str], columns: Sequence[str] | None

@@ -1,8 +1,9 @@
 """``tokenplane bench stores``: staging and resolving in each store beside its raw peer.
 
 Ours and the peer's calls alternate, so that what else the machine does falls on both alike. Stage
-is ``StagingStore.put`` of a finished row; resolve is ``TokenSource.fetch_prefix``, which verifies,
-while the peer decodes the ids unverified.
+is ``StagingStore.put`` of a finished row. Resolve is ``TokenSource.fetch_prefix``, which verifies,
+while the peer decodes the ids unverified; a cached resolve is one that a worker's
+``PrefixResolver`` remembers; a cold one (tq:) is of another host's rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from urllib.parse import quote
 from rich.console import Console
 from rich.table import Table
 
+from tokenplane.capture.prefix_resolver import PrefixResolver
 from tokenplane.schemas.row_message import encode_message
+from tokenplane.schemas.staged_row import StagedRow
+from tokenplane.schemas.wire import CaptureAdmission
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store import StagingStore
 from tokenplane.staging.store_types import to_blob
@@ -40,7 +44,7 @@ GOALS = {
     ("redis", "stage"): 1.3,
     ("redis", "resolve"): 1.2,
     ("tq", "stage"): 1.15,
-    ("tq", "resolve"): 0.05,
+    ("tq", "cached resolve"): 0.05,
     ("tq", "cold resolve"): 1.0,
     ("file", "stage"): 2.0,
 }
@@ -113,6 +117,7 @@ def measure(url: str, runs: int, folder: Path) -> list[Measured]:
             bench.stage("stage 1k + 4 MB", 1000, MEDIA_BYTES, run_id),
         ]
         results += bench.resolve("resolve", store, run_id)
+        results += bench.resolve("cached resolve", store, run_id, cached=True)
         if scheme == "tq":
             cold = stack.enter_context(open_store(_elsewhere(url)))
             results += bench.resolve("cold resolve", cold, run_id)
@@ -145,7 +150,9 @@ class _Bench:
 
         return self._measured(work, "stage", runs, ours, theirs)
 
-    def resolve(self, kind: str, store: StagingStore, run_id: str) -> list[Measured]:
+    def resolve(
+        self, kind: str, store: StagingStore, run_id: str, *, cached: bool = False
+    ) -> list[Measured]:
         chain = make_chain(f"{run_id}-{kind}", max(CHAIN_ROWS), 1000)
         keys = [row.staging_key for row in chain]
         for row in chain:
@@ -153,11 +160,20 @@ class _Bench:
             if self.peer is not None:
                 self.peer.stage(row, encode_message(row.to_batch()), None)
         source = TokenSource(store, self.partition)
+        resolver = PrefixResolver(source)
         results = []
         for count in CHAIN_ROWS:
+            admission = _continuing(chain[:count])
 
-            def ours(at: int, wanted: list[str] = keys[:count]) -> None:
-                source.fetch_prefix(wanted)
+            def ours(
+                at: int,
+                wanted: list[str] = keys[:count],
+                admission: CaptureAdmission = admission,
+            ) -> None:
+                if cached:
+                    resolver.resolve(admission)
+                else:
+                    source.fetch_prefix(wanted)
 
             def theirs(at: int, wanted: list[str] = keys[:count]) -> None:
                 concat_ids(needed(self.peer).fetch(wanted))
@@ -191,6 +207,20 @@ class _Bench:
             ratio=_percentile(mine, 50) / _percentile(peers, 50) if peers else None,
             goal=GOALS.get((self.scheme, kind)),
         )
+
+
+def _continuing(chain: list[StagedRow]) -> CaptureAdmission:
+    """The admission of the next call of this chain."""
+    tip = chain[-1].call
+    return CaptureAdmission(
+        rollout_id=tip.rollout_id,
+        model_call_id="next",
+        parent_call_id=tip.model_call_id,
+        prev_len=tip.prev_len + len(tip.token_ids_delta),
+        mode="token_in",
+        staging_chain=[row.staging_key for row in chain],
+        parent_chain_hash=tip.chain_hash,
+    )
 
 
 def needed(peer: Peer | None) -> Peer:

@@ -39,6 +39,9 @@ def test_stores(
         "resolve 1",
         "resolve 10",
         "resolve 50",
+        "cached resolve 1",
+        "cached resolve 10",
+        "cached resolve 50",
     ]
     for result in results:
         assert 0 < result["p50_ms"] <= result["p99_ms"]

@@ -14,6 +14,7 @@ Names, with N for ``{namespace}``, P for a partition, K for a key, C for a consu
     N:m:<len P>:P:K     string: 64-byte row header, then the message or what the token part leaves
     N:k:<len P>:P:K     string: token part (see row_split), where there is one
     N:b:<sha>, N:n:<sha>    strings: content of a blob, number of rows that refer to it
+    N:u:<nonce><sha>    string: big blob on its way into a row; it expires if its writer dies
     N:c:P               set: consumers
     N:w:<len P>:P:C     string: watermark; all rows up to it are acknowledged
     N:a:<len P>:P:C     set: acknowledged row numbers above the watermark
@@ -158,9 +159,10 @@ end
 PUT = script(
     """
 -- ARGV: '', partition, key, binding, nonce, label, header and content, token part, bytes, budget,
---       then sha, bytes, content ('' where the server is thought to have it) of each blob
+--       then sha, bytes, content of each blob ('' where it was uploaded, or is thought to be there)
 local partition, key, binding, nonce, label = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local size, budget = tonumber(ARGV[9]), tonumber(ARGV[10])
+local function upload(sha) return ns .. ':u:' .. nonce .. sha end
 local row = place('m', partition, key)
 local head = call('GETRANGE', row, 0, 47)
 if head ~= '' then
@@ -177,7 +179,9 @@ for at = 11, #ARGV, 3 do
   if call('EXISTS', ns .. ':n:' .. sha) == 0 then
     need = need + bytes
     fresh[#fresh + 1] = at
-    if ARGV[at + 2] == '' and bytes > 0 then wanted[#wanted + 1] = sha end
+    if ARGV[at + 2] == '' and bytes > 0 and call('EXISTS', upload(sha)) == 0 then
+      wanted[#wanted + 1] = sha
+    end
   end
 end
 if budget then
@@ -191,7 +195,13 @@ for at = 11, #ARGV, 3 do
   shas[#shas + 1] = ARGV[at]
 end
 for _, at in ipairs(fresh) do
-  call('SET', ns .. ':b:' .. ARGV[at], ARGV[at + 2])
+  local blob = ns .. ':b:' .. ARGV[at]
+  if ARGV[at + 2] == '' and ARGV[at + 1] ~= '0' then
+    call('RENAME', upload(ARGV[at]), blob)
+    call('PERSIST', blob)
+  else
+    call('SET', blob, ARGV[at + 2])
+  end
   call('HINCRBY', total, 'blobs', 1)
   call('HINCRBY', total, 'blob_bytes', tonumber(ARGV[at + 1]))
 end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
@@ -14,31 +13,26 @@ import pyarrow as pa
 from tokenplane.schemas.errors import (
     ConfigError,
     InvalidKeyError,
-    KeyConflictError,
     MissingRowError,
-    SchemaMismatchError,
-    SealedPartitionError,
-    StoreFullError,
 )
 from tokenplane.staging.claim_order import check_claim
 from tokenplane.staging.redis_claims import RedisClaims
 from tokenplane.staging.redis_connection import RedisConnection, shown
 from tokenplane.staging.redis_durability import check_server
 from tokenplane.staging.redis_retention import read_stats, sweep_rows
-from tokenplane.staging.redis_rows import RedisRows, stored_content
+from tokenplane.staging.redis_rows import RedisRows
 from tokenplane.staging.redis_scan import RedisScan
-from tokenplane.staging.redis_scripts import DISCARD, KEYS, PARTITIONS, PUT, SEAL
+from tokenplane.staging.redis_scripts import DISCARD, KEYS, PARTITIONS, SEAL
+from tokenplane.staging.redis_writer import RedisWriter
 from tokenplane.staging.row_packing import (
-    PackedRow,
     check_blob,
     check_found,
     check_keys,
     check_name,
     check_prefix,
     check_unique_keys,
-    pack_row,
 )
-from tokenplane.staging.row_split import covers, split_message
+from tokenplane.staging.row_split import covers
 from tokenplane.staging.store_types import (
     Blob,
     Claimed,
@@ -51,10 +45,6 @@ from tokenplane.staging.store_types import (
 from tokenplane.staging.store_url import StoreUrl, one_of, positive_int, seconds
 
 KEYS_PER_CALL: Final = 500
-OFFER_FROM_BYTES: Final = 65536
-"""Blobs from this size on are sent only after the server said that it lacks them."""
-FIRST_POLL_S: Final = 0.01
-LONGEST_POLL_S: Final = 0.25
 TLS_OPTIONS: Final[tuple[str, ...]] = (
     "ssl_ca_certs",
     "ssl_certfile",
@@ -101,7 +91,6 @@ class RedisStore:
             raise ConfigError("namespace", expected=_NAMESPACE.pattern, got=repr(namespace))
         self.url = f"{shown(url)}?namespace={namespace}"
         self._max_bytes = max_bytes
-        self._full_wait_s = full_wait_s
         self._clock = clock
         self._connection = RedisConnection(url, timeout_s=timeout_s, tls=tls or {})
         try:
@@ -110,67 +99,28 @@ class RedisStore:
         except BaseException:
             self._connection.close()
             raise
-        self._server_ahead_s = float(at[0]) + float(at[1]) / 1e6 - time.monotonic()
+        ahead_s = float(at[0]) + float(at[1]) / 1e6 - time.monotonic()
         self._total = b"{%s}:t" % namespace.encode()
         self._rows = RedisRows(self._connection, self._total)
+        self._writer = RedisWriter(
+            self._connection,
+            self._total,
+            max_bytes=max_bytes,
+            full_wait_s=full_wait_s,
+            # The server's clock, read once: a jump of this host's clock makes no row older.
+            created_at=clock or (lambda: ahead_s + time.monotonic()),
+        )
         self._claims = RedisClaims(self._connection, self._rows, self._total, self._now)
 
     def _now(self) -> str:
         """The time as scripts take it."""
         return "" if self._clock is None else repr(self._clock())
 
-    def _created_at(self) -> float:
-        """The age of a row counts from here; by the server's clock, read once at the opening."""
-        if self._clock is not None:
-            return self._clock()
-        return self._server_ahead_s + time.monotonic()
-
     def put(
         self, partition: str, key: str, row: pa.RecordBatch, *, blobs: Sequence[Blob] = ()
     ) -> bool:
         """See ``StagingStore.put``."""
-        packed = pack_row(partition, key, row)
-        contents = {blob.sha256: blob for blob in blobs}
-        split = split_message(packed.message, row, partition, key)
-        token_part, rest = split or (b"", packed.message)
-        nonce = uuid.uuid4().bytes
-        content = stored_content(packed.binding, nonce, self._created_at(), rest)
-        offered = {sha for sha, blob in contents.items() if blob.nbytes >= OFFER_FROM_BYTES}
-        deadline = time.monotonic() + self._full_wait_s
-        wait = FIRST_POLL_S
-        while True:
-            args: list[bytes | str | int] = [
-                "",
-                partition,
-                key,
-                packed.binding,
-                nonce,
-                packed.label,
-                content,
-                token_part,
-                len(packed.message),
-                "" if self._max_bytes is None else self._max_bytes,
-            ]
-            for sha, blob in contents.items():
-                args += [sha, blob.nbytes, b"" if sha in offered else bytes(blob.data)]
-            verdict, *context = self._connection.script(PUT, [self._total], *args)
-            if verdict == b"blobs":
-                offered -= set(context)
-                continue
-            if verdict != b"full":
-                return _put_result(verdict, context, partition, key, packed)
-            need, used = (int(value) for value in context)
-            budget = self._max_bytes or 0
-            left = deadline - time.monotonic()
-            if need > budget or left <= 0:
-                raise StoreFullError(
-                    "the byte budget is used up",
-                    expected=f"{need} bytes free",
-                    got=f"{used} of {budget} used",
-                    key=key,
-                )
-            time.sleep(min(wait, left))
-            wait = min(2 * wait, LONGEST_POLL_S)
+        return self._writer.put(partition, key, row, blobs)
 
     def get(
         self, partition: str, keys: Sequence[str], columns: Sequence[str] | None = None
@@ -292,22 +242,6 @@ class RedisStore:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _put_result(
-    verdict: bytes, context: list[bytes], partition: str, key: str, packed: PackedRow
-) -> bool:
-    if verdict == b"conflict":
-        raise KeyConflictError("another row is stored under this key", key=key)
-    if verdict == b"sealed":
-        raise SealedPartitionError("the partition takes no more rows", key=partition)
-    if verdict == b"label":
-        raise SchemaMismatchError(
-            f"partition {partition!r} holds another kind of row",
-            expected=context[0].decode(),
-            got=packed.label,
-        )
-    return verdict == b"new"
 
 
 def open_redis_store(url: StoreUrl, *, clock: Callable[[], float]) -> RedisStore:

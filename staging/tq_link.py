@@ -81,6 +81,7 @@ class QueueLink:
         self._partition = partition
         self._deadline_s = deadline_s
         self._endpoints = unit_endpoints(config)
+        self._loose: list[asyncio.Task[None]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tq-link", daemon=True)
         self._thread.start()
@@ -117,7 +118,12 @@ class QueueLink:
                 if len(tensors) == 1
                 else torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
             )
-            await self._client.async_put(TensorDict({FIELD: column}, batch_size=[len(names)]), meta)
+            data = TensorDict({FIELD: column}, batch_size=[len(names)])
+            await self._client.storage_manager.put_data(data, meta)
+            # The rows can be read now. Their tags only serve a replay, which puts an untagged row
+            # again: nobody waits for them.
+            self._loose.append(asyncio.create_task(self._client.async_set_custom_meta(meta)))
+            self._loose = [task for task in self._loose if not task.done()]
 
         self._run("put", work())
 

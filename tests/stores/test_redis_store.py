@@ -21,6 +21,7 @@ from tests.stores.redis_server import RedisServer
 from tokenplane.schemas.errors import (
     ConfigError,
     CorruptRowError,
+    KeyConflictError,
     StoreError,
     StoreFullError,
     StoreUnavailableError,
@@ -149,6 +150,20 @@ def test_a_known_blob_is_not_sent_again(backend: RedisBackend) -> None:
         store.discard("p", ["k", "l"])
         assert store.put("p", "m", plain_row(3), blobs=[blob])
         assert store.get_blob(blob.sha256).size == 1_000_000
+        place = f"{{{backend.namespace}}}:b:".encode() + blob.sha256
+        assert backend.client.ttl(place) == -1  # an upload expires, a stored blob never
+        assert list(backend.client.scan_iter(f"{{{backend.namespace}}}:u:*")) == []
+
+
+def test_a_refused_upload_is_removed(backend: RedisBackend) -> None:
+    with backend.open(max_bytes=250_000, full_wait_s=0.1) as store:
+        store.put("p", "k", plain_row(1), blobs=[to_blob(b"a" * 100_000)])
+        with pytest.raises(StoreFullError):
+            store.put("p", "l", plain_row(2), blobs=[to_blob(b"b" * 200_000)])
+        with pytest.raises(KeyConflictError):
+            store.put("p", "k", plain_row(2), blobs=[to_blob(b"c" * 90_000)])
+        assert list(backend.client.scan_iter(f"{{{backend.namespace}}}:u:*")) == []
+        assert store.put("p", "l", plain_row(2), blobs=[to_blob(b"a" * 100_000)])
 
 
 def test_times_are_the_servers_unless_a_clock_is_given(

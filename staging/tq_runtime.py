@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 from typing import Any, Final
@@ -36,24 +37,48 @@ def connect(options: QueueOptions) -> QueueLink:
 
     def work() -> QueueLink:
         with _LOCK:
-            _join_cluster(options)
+            join_cluster(options)
             config = _running_queue(options)
         return QueueLink(config, options.partition, deadline_s=options.deadline_s)
 
     return within(options.start_s, "find or start the queue", work)
 
 
-def _join_cluster(options: QueueOptions) -> None:
-    if not ray.is_initialized():
-        local = options.address == "local"
-        more = {"num_cpus": options.units + 2, "include_dashboard": False} if local else {}
-        ray.init(
-            address=options.address,
-            namespace=RAY_NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **more,
-        )
+def join_cluster(options: QueueOptions) -> None:
+    """Connect this process to Ray, or start one; nothing if it is connected.
+
+    Ray has its processes killed when the *thread* that started them ends (``PR_SET_PDEATHSIG``), so
+    they are started by one that never does.
+    """
+    if ray.is_initialized():
+        return
+    results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            _init_ray(options)
+        except BaseException as exc:  # noqa: BLE001 - carried over to the caller
+            results.put(exc)
+            return
+        results.put(None)
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="ray-parent", daemon=True).start()
+    error = results.get()
+    if error is not None:
+        raise error
+
+
+def _init_ray(options: QueueOptions) -> None:
+    local = options.address == "local"
+    more = {"num_cpus": options.units + 2, "include_dashboard": False} if local else {}
+    ray.init(
+        address=options.address,
+        namespace=RAY_NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        **more,
+    )
 
 
 def _running_queue(options: QueueOptions) -> Any:

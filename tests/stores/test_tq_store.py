@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -252,6 +254,27 @@ def _pid_of(actor: Any) -> int:
 
     pid: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
     return pid
+
+
+_STARTED_IN_A_THREAD = """
+import threading, time
+import ray
+from tokenplane.staging.tq_options import QueueOptions
+from tokenplane.staging.tq_runtime import join_cluster
+
+options = QueueOptions(address="local", partition="p", units=1)
+thread = threading.Thread(target=join_cluster, args=(options,))
+thread.start()
+thread.join()
+time.sleep(2)
+print(ray.get(ray.remote(lambda: "alive").remote(), timeout=120))
+"""
+
+
+def test_a_local_ray_outlives_the_thread_that_started_it() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", _STARTED_IN_A_THREAD]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip().endswith("alive"), done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,8 @@ class Demo:
 
         store_path, parquet = self._out / "store", self._out / "rows.parquet"
         with open_for_reading(str(store_path)) as store:
-            views = [load_rollout(store, n, keys) for n, keys in find_rollouts(store).items()]
+            found = sorted(find_rollouts(store).items(), key=lambda item: (len(item[0]), item[0]))
+            views = [load_rollout(store, name, keys) for name, keys in found]
             export(store, parquet, "rows", set())
         self._say("comparing the staged rows with what the engine saw, id by id")
         differences = rows_equal_engine(views, self._out / "engine.jsonl")

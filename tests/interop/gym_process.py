@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -70,9 +71,18 @@ class GymModelServer:
         """The rollout's manifest, through our own client of the control route."""
         return self._manifests.manifest(rollout)
 
-    def reasons(self, rollout: str) -> list[str]:
-        """The failure rows of the rollout."""
-        return [failure.reason for failure in self.manifest(rollout).failures]
+    def reasons(self, rollout: str, *, at_least: int = 0, wait_s: float = 10) -> list[str]:
+        """The failure rows of the rollout.
+
+        Gym notes how a request ended after its reply has left, so a reader may be early: this one
+        waits until there are ``at_least`` so many rows, or ``wait_s`` have passed.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            found = [failure.reason for failure in self.manifest(rollout).failures]
+            if len(found) >= at_least or time.monotonic() > deadline:
+                return found
+            time.sleep(0.02)
 
     async def ask(self, rollout: str, dialect: str, body: dict[str, Any]) -> httpx.Response:
         """One captured model call, as an agent sends it."""

@@ -45,7 +45,7 @@ async def test_a_full_context_is_a_served_empty_answer(
         assert answer["choices"][0]["finish_reason"] == "length"
         assert len(proxy.bodies) == 1
         assert gym.manifest("overflow").records == []
-        assert gym.reasons("overflow") == [UNFINISHED]
+        assert gym.reasons("overflow", at_least=1) == [UNFINISHED]
         direct = await served.client.post("/v1/chat/completions", content=proxy.bodies[0])
         assert direct.status_code == 400
         assert "context length" in direct.json()["error"]["message"]
@@ -89,7 +89,7 @@ async def test_a_refusal_reaches_the_agent_once(gym: GymModelServer, proxy: Engi
         reply = await agent.send()
         assert reply.status_code == 500
         assert len(proxy.bodies) == 1
-        assert gym.reasons("refused") == [UNFINISHED]
+        assert gym.reasons("refused", at_least=1) == [UNFINISHED]
 
 
 async def test_a_prefix_that_is_gone_is_refused_once_and_before_generating(
@@ -111,7 +111,7 @@ async def test_a_prefix_that_is_gone_is_refused_once_and_before_generating(
         assert not any(word in direct.text for word in OVERFLOW_WORDS)
         assert direct.json()["error"]["code"] == "prefix_missing_row"
     assert len(gym.manifest("lost-prefix").records) == 1
-    assert gym.reasons("lost-prefix") == [UNFINISHED]
+    assert gym.reasons("lost-prefix", at_least=1) == [UNFINISHED]
 
 
 async def test_a_failed_capture_is_served_and_loses_the_rollout_in_gyms_ledger(
@@ -127,7 +127,8 @@ async def test_a_failed_capture_is_served_and_loses_the_rollout_in_gyms_ledger(
         await agent.ask("Second?")
         assert [find_token_fields(reply) for reply in agent.replies] == [[], []]
         assert gym.manifest("unstaged").records == []
-        assert gym.reasons("unstaged") == ["worker_capture_failed", UNFINISHED, "unresolved_parent"]
+        expected = ["worker_capture_failed", UNFINISHED, "unresolved_parent"]
+        assert sorted(gym.reasons("unstaged", at_least=3)) == sorted(expected)
         first, second = (json.loads(body) for body in proxy.bodies)
         assert "offload_params" not in second
         reply = await served.client.post("/v1/chat/completions", json=first)
@@ -148,7 +149,7 @@ async def test_without_a_weight_version_nothing_is_captured(
     agent = ChatAgent(gym, "no-version")
     async with listening(scripted([say("One.")]), proxy, version=None) as served:
         await agent.ask("First?")
-        assert gym.reasons("no-version") == ["worker_capture_failed", UNFINISHED]
+        assert gym.reasons("no-version", at_least=2) == ["worker_capture_failed", UNFINISHED]
         assert await served.failures("no-version") == ["no_policy_epoch"]
 
 
@@ -168,7 +169,7 @@ async def test_an_edited_history_is_plain_traffic(gym: GymModelServer, proxy: En
         await agent.ask("First?")
         agent.items[0] = {"role": "user", "content": "Zeroth?"}
         await agent.ask("Second?")
-        assert gym.reasons("edited") == ["unresolved_parent"]
+        assert gym.reasons("edited", at_least=1) == ["unresolved_parent"]
         assert len(served.rows("edited")) == 1
         row = collect(served.store, gym.manifest("edited"), response_id=agent.replies[0]["id"])
         assert row.terminal_selection == "response_id"
@@ -184,7 +185,7 @@ async def test_a_dead_engine_is_asked_three_times(gym: GymModelServer, proxy: En
         calls = [json.loads(body)["offload_params"]["ng_capture"] for body in proxy.bodies]
         assert len(calls) == 3
         assert len({call["model_call_id"] for call in calls}) == 1
-        assert gym.reasons("dead") == [UNFINISHED]
+        assert gym.reasons("dead", at_least=1) == [UNFINISHED]
 
 
 async def test_a_call_that_fails_once_is_captured_on_the_second_delivery(

@@ -85,7 +85,7 @@ async def test_a_call_made_twice_with_one_answer_keeps_its_continuations(
             await agent.send()
             await agent.call()
             last = await agent.ask("Second?")
-            assert server.reasons("repeated") == expected
+            assert server.reasons("repeated", at_least=len(expected)) == expected
             if not expected:
                 row = collect(served.store, server.manifest("repeated"), response_id=last["id"])
                 assert len(row.call_spans) == 2

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from tokenplane.engine_adapter.call_path_types import CallTimings
+from tokenplane.engine_adapter.call_path.call_types import CallTimings
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60)
 STAGES = ("resolve", "splice", "queue", "prefill", "decode", "stage", "total")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tokenplane.engine_adapter.cpu_request import EpochTrack, check_request
+from tokenplane.engine_adapter.cpu.request import EpochTrack, check_request
 from tokenplane.engine_adapter.engine import (
     CONTROL_TIMEOUT_S,
     EngineInfo,

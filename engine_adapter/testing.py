@@ -6,8 +6,8 @@
         def make_engine(self, **limits): ...
         def reference_logits(self, engine, ids): ...
 
-``EngineContract`` is what every engine owes. ``testing_features`` has the suites of what an engine
-may lack: take those that apply, override no test.
+``EngineContract`` is what every engine owes. ``contract_suite.features`` has the suites of what an
+engine may lack: take those that apply, override no test.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tokenplane.engine_adapter.contract_suite.lifecycle import LifecycleContract
+from tokenplane.engine_adapter.contract_suite.suite import until
 from tokenplane.engine_adapter.engine import Engine
-from tokenplane.engine_adapter.testing_lifecycle import LifecycleContract
-from tokenplane.engine_adapter.testing_suite import until
 from tokenplane.schemas.errors import ContextOverflowError, RequestRejectedError
 
 

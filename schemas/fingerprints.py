@@ -104,7 +104,7 @@ def tool_calls(item: Item) -> list[tuple[str, str, str]]:
     A null name counts as the text ``None``: that is how the other side of the contract hashes it.
 
     Raises:
-        InvalidRecordError: ``tool_calls`` is no list of objects, or arguments are no JSON.
+        InvalidRecordError: ``chat.tool_calls`` is no list of objects, or arguments are no JSON.
     """
     calls = []
     if item.get("type") == "function_call":

@@ -28,23 +28,23 @@ import numpy as np
 import torch
 
 from tokenplane.capture import Collector
-from tokenplane.engine_adapter.cpu_engine import MegatronCpuEngine
-from tokenplane.engine_adapter.dynamic_attention import install_torch_attention
-from tokenplane.engine_adapter.dynamic_engine import MegatronDynamicEngine
-from tokenplane.engine_adapter.dynamic_gpu_model import (
+from tokenplane.engine_adapter.cpu.engine import MegatronCpuEngine
+from tokenplane.engine_adapter.dynamic.attention import install_torch_attention
+from tokenplane.engine_adapter.dynamic.engine import MegatronDynamicEngine
+from tokenplane.engine_adapter.dynamic.gpu_model import (
     GraphScope,
     build_gpu_gpt,
     gpu_twin,
     require_gpu_process,
 )
-from tokenplane.engine_adapter.dynamic_settings import DynamicSettings
+from tokenplane.engine_adapter.dynamic.settings import DynamicSettings
 from tokenplane.engine_adapter.engine import Engine, GenerationRequest, SamplingParams
-from tokenplane.engine_adapter.megatron_build import GptShape
-from tokenplane.engine_adapter.model_identity import LoadedModel
-from tokenplane.engine_adapter.model_source import load_model
-from tokenplane.engine_adapter.server_app import create_app
-from tokenplane.engine_adapter.server_config import parse_config
-from tokenplane.engine_adapter.server_parts import ServerParts, build_parts
+from tokenplane.engine_adapter.models.identity import LoadedModel
+from tokenplane.engine_adapter.models.megatron_build import GptShape
+from tokenplane.engine_adapter.models.source import load_model
+from tokenplane.engine_adapter.server.app import create_app
+from tokenplane.engine_adapter.server.config import parse_config
+from tokenplane.engine_adapter.server.parts import ServerParts, build_parts
 from tokenplane.staging import open_store
 from tokenplane.staging.token_source import TokenSource
 

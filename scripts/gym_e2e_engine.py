@@ -23,11 +23,11 @@ import uvicorn
 
 from tokenplane.engine_adapter.engine import GenerationRequest
 from tokenplane.engine_adapter.engine_log import LoggedEngine
-from tokenplane.engine_adapter.model_source import load_model
+from tokenplane.engine_adapter.models.source import load_model
 from tokenplane.engine_adapter.scripted_engine import ScriptedEngine
-from tokenplane.engine_adapter.server_app import create_app
-from tokenplane.engine_adapter.server_config import parse_config
-from tokenplane.engine_adapter.server_parts import build_parts
+from tokenplane.engine_adapter.server.app import create_app
+from tokenplane.engine_adapter.server.config import parse_config
+from tokenplane.engine_adapter.server.parts import build_parts
 from tokenplane.engine_adapter.tokenizer_artifact import store_tokenizer
 from tokenplane.staging.open_store import open_store
 

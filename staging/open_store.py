@@ -11,11 +11,11 @@ from tokenplane.staging.store import StagingStore
 from tokenplane.staging.store_url import parse_store_url
 
 BACKENDS = {
-    "memory": "tokenplane.staging.memory_store:open_memory_store",
-    "file": "tokenplane.staging.file_store:open_file_store",
-    "redis": "tokenplane.staging.redis_store:open_redis_store",
-    "rediss": "tokenplane.staging.redis_store:open_redis_store",
-    "tq": "tokenplane.staging.tq_store:open_tq_store",
+    "memory": "tokenplane.staging.memory_backend.store:open_memory_store",
+    "file": "tokenplane.staging.file_backend.store:open_file_store",
+    "redis": "tokenplane.staging.redis_backend.store:open_redis_store",
+    "rediss": "tokenplane.staging.redis_backend.store:open_redis_store",
+    "tq": "tokenplane.staging.tq_backend.store:open_tq_store",
 }
 """URL scheme to ``module:function``; the function takes a ``StoreUrl`` and ``clock``.
 

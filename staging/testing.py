@@ -10,7 +10,7 @@ In a test file of yours::
         def backend(self, tmp_path: Path) -> StoreBackend:
             return MyBackend(tmp_path)              # see testing_backend.StoreBackend
 
-Override no test. ``testing_stateful`` adds random operations against a model.
+Override no test. ``contract_suite.stateful`` adds random operations against a model.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import pyarrow as pa
 import pytest
 
 from tokenplane.schemas.errors import KeyConflictError, StoreError
+from tokenplane.staging.contract_suite.backend import FakeClock, StoreBackend, plain_row, same_bits
+from tokenplane.staging.contract_suite.blobs import BlobContract, BudgetContract
+from tokenplane.staging.contract_suite.claims import ClaimContract, taken
+from tokenplane.staging.contract_suite.keys import KeyContract
+from tokenplane.staging.contract_suite.retention import RetentionContract, SealContract
+from tokenplane.staging.contract_suite.rows import RowContract
 from tokenplane.staging.store import StagingStore
 from tokenplane.staging.store_types import Durability, Sharing, to_blob
-from tokenplane.staging.testing_backend import FakeClock, StoreBackend, plain_row, same_bits
-from tokenplane.staging.testing_blobs import BlobContract, BudgetContract
-from tokenplane.staging.testing_claims import ClaimContract, taken
-from tokenplane.staging.testing_keys import KeyContract
-from tokenplane.staging.testing_retention import RetentionContract, SealContract
-from tokenplane.staging.testing_rows import RowContract
 
 PROCESSES = 3
 ROWS_PER_PROCESS = 12

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # The contract suites ship with the packages; their asserts should explain themselves like ours.
 pytest.register_assert_rewrite(
-    *(f"tokenplane.{path.parent.name}.{path.stem}" for path in ROOT.glob("*/testing*.py"))
+    *(f"tokenplane.{path.parent.name}.testing" for path in ROOT.glob("*/testing.py")),
+    *(f"tokenplane.{path.parent.name}.contract_suite" for path in ROOT.glob("*/contract_suite")),
 )
 
 # One machine is shared with other work, so time says nothing about an example: no deadline.

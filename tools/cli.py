@@ -22,7 +22,8 @@ class Command:
 
 COMMANDS = {
     "demo": Command(
-        "tokenplane.tools.demo", "roll out, stage, collect and check with a real small model"
+        "tokenplane.tools.demo.command",
+        "roll out, stage, collect and check with a real small model",
     ),
     "serve": Command("tokenplane.tools.serve", "serve a model over the OpenAI API, with capture"),
     "collect": Command(
@@ -34,11 +35,11 @@ COMMANDS = {
     "audit": Command("tokenplane.tools.audit", "how off-policy the rollouts are, and what failed"),
     "verify": Command("tokenplane.tools.verify", "re-verify every staged and published row"),
     "inspect": Command(
-        "tokenplane.tools.inspect_command", "look at one row, at a store, or at a chat template"
+        "tokenplane.tools.inspecting.command", "look at one row, at a store, or at a chat template"
     ),
     "export": Command("tokenplane.tools.export_parquet", "write a partition as one Parquet file"),
     "gc": Command("tokenplane.tools.gc_command", "remove what is old, rollout by rollout"),
-    "bench": Command("tokenplane.tools.bench", "measure the stores, or soak one"),
+    "bench": Command("tokenplane.tools.bench.command", "measure the stores, or soak one"),
 }
 
 

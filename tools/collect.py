@@ -16,9 +16,9 @@ from tokenplane.tools.command_frame import coded_errors, command_parser
 from tokenplane.tools.exit_status import EXIT_FAILED
 
 if TYPE_CHECKING:
-    from tokenplane.capture.collector import ManifestProvider, Segments
-    from tokenplane.capture.receipt import Strictness
-    from tokenplane.capture.training_rows import RolloutOutcome
+    from tokenplane.capture.collect.collector import ManifestProvider, Segments
+    from tokenplane.capture.collect.receipt import Strictness
+    from tokenplane.capture.collect.training_rows import RolloutOutcome
     from tokenplane.schemas.training_row import TrainingRow
     from tokenplane.staging.store import StagingStore
 
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = command_parser("collect", __doc__)
     add_arguments(parser)
     args = parser.parse_args(argv)
-    from tokenplane.capture.gym_rollouts import read_outcomes
+    from tokenplane.capture.collect.gym_rollouts import read_outcomes
     from tokenplane.staging.open_store import open_store
     from tokenplane.tools.export_parquet import export
 
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def _open_manifests(args: argparse.Namespace) -> Iterator[ManifestProvider]:
-    from tokenplane.capture.gym_rollouts import GymManifests
+    from tokenplane.capture.collect.gym_rollouts import GymManifests
     from tokenplane.schemas.errors import ConfigError
 
     if args.ledger is not None:
@@ -166,7 +166,7 @@ def collect(
         TokenplaneError: a store or the model server cannot be asked; rollouts before it are
             published.
     """
-    from tokenplane.capture.collector import Collector
+    from tokenplane.capture.collect.collector import Collector
     from tokenplane.schemas.errors import KeyConflictError
     from tokenplane.schemas.staged_row import STAGED_PARTITION
     from tokenplane.staging.token_source import TokenSource

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tokenplane.capture.collector import PublishReport
+    from tokenplane.capture.collect.collector import PublishReport
     from tokenplane.schemas.training_row import TrainingRow
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from tokenplane.capture.linearize import verify_and_linearize
-from tokenplane.capture.training_rows import RolloutOutcome, placeholder, to_training_row
+from tokenplane.capture.collect.linearize import verify_and_linearize
+from tokenplane.capture.collect.training_rows import RolloutOutcome, placeholder, to_training_row
 from tokenplane.schemas.digests import cumulative_hash
 from tokenplane.schemas.errors import ConfigError, InvalidRecordError, TokenplaneError
 from tokenplane.schemas.manifest import RolloutReceipt

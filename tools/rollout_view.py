@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tokenplane.capture.terminal import TerminalChoice, select_terminal_call
+from tokenplane.capture.collect.terminal import TerminalChoice, select_terminal_call
 from tokenplane.schemas.epochs import generation_versions, kv_versions
 from tokenplane.schemas.errors import TokenplaneError
 from tokenplane.schemas.failure_row import FAILURE_PARTITION, FailureRow, parse_failure_row

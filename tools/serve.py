@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from tokenplane.engine_adapter.server_config import (
+from tokenplane.engine_adapter.server.config import (
     ServerConfig,
     check_bind,
     parse_config,
@@ -23,7 +23,7 @@ from tokenplane.tools.command_frame import command_parser
 
 if TYPE_CHECKING:
     from tokenplane.engine_adapter.engine import Engine
-    from tokenplane.engine_adapter.server_parts import ServerParts
+    from tokenplane.engine_adapter.server.parts import ServerParts
     from tokenplane.staging.store import StagingStore
 
 logger = logging.getLogger("tokenplane.server")
@@ -111,12 +111,12 @@ def _cache_dir(config: ServerConfig) -> Path | None:
 async def _serve(config: ServerConfig, control_token: str | None, api_key: str | None) -> int:
     with _bound(config) as listener:
         # Only now: torch, megatron-core and transformers take seconds to import.
-        from tokenplane.engine_adapter.cpu_engine import MegatronCpuEngine
+        from tokenplane.engine_adapter.cpu.engine import MegatronCpuEngine
         from tokenplane.engine_adapter.engine_log import LoggedEngine
-        from tokenplane.engine_adapter.model_source import load_model
-        from tokenplane.engine_adapter.server_app import create_app
-        from tokenplane.engine_adapter.server_http import run_http
-        from tokenplane.engine_adapter.server_parts import build_parts
+        from tokenplane.engine_adapter.models.source import load_model
+        from tokenplane.engine_adapter.server.app import create_app
+        from tokenplane.engine_adapter.server.parts import build_parts
+        from tokenplane.engine_adapter.server.server_http import run_http
         from tokenplane.staging.open_store import open_store
 
         with open_store(config.store) as store:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from tokenplane.schemas.tokens import Int32Array
 
 type Message = Mapping[str, Any]
-"""One chat message in the OpenAI form: ``role``, ``content``, ``tool_calls``, ..."""
+"""One chat message in the OpenAI form: ``role``, ``content``, ``chat.tool_calls``, ..."""
 type Tool = Mapping[str, Any]
 """One tool in the OpenAI form: ``{"type": "function", "function": {...}}``."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tokenplane.capture.splice import Message, Tool
-from tokenplane.engine_adapter.chat_template_needs import TemplateNeeds, find_needs
+from tokenplane.engine_adapter.chat.template_needs import TemplateNeeds, find_needs
 from tokenplane.schemas.tokens import Int32Array
 
 FIRST_SPECIAL = 0x110000

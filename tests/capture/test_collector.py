@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.capture.rollouts import Call, RolloutMaker
-from tokenplane.capture.collector import Collector
+from tokenplane.capture.collect.collector import Collector
+from tokenplane.capture.collect.training_rows import RolloutOutcome
 from tokenplane.capture.token_stager import TQMegatronTokenStager
-from tokenplane.capture.training_rows import RolloutOutcome
 from tokenplane.schemas.errors import ConfigError, KeyConflictError, StoreUnavailableError
 from tokenplane.schemas.manifest import CallRecord, ManifestFailure, RolloutManifest
 from tokenplane.schemas.training_row import parse_training_row

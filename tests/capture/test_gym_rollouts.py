@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from tokenplane.capture.gym_rollouts import GymManifests, read_outcomes, rollout_id_of, to_outcome
+from tokenplane.capture.collect.gym_rollouts import (
+    GymManifests,
+    read_outcomes,
+    rollout_id_of,
+    to_outcome,
+)
 from tokenplane.schemas.errors import (
     ConfigError,
     DeadlineError,

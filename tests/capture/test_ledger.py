@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from tests.capture.rollouts import RolloutMaker
+from tokenplane.capture.collect.linearize import verify_and_linearize
+from tokenplane.capture.collect.receipt import build_receipt
 from tokenplane.capture.failures import CaptureFailure
 from tokenplane.capture.hook_types import (
     ADMISSION_KEY,
@@ -18,9 +20,7 @@ from tokenplane.capture.hook_types import (
     OffloadedRequestPayload,
 )
 from tokenplane.capture.ledger import Ledger, LedgerDecision, LedgerRequest
-from tokenplane.capture.linearize import verify_and_linearize
 from tokenplane.capture.prefix_resolver import PrefixResolver
-from tokenplane.capture.receipt import build_receipt
 from tokenplane.capture.token_stager import TQMegatronTokenStager
 from tokenplane.schemas.errors import LedgerError
 from tokenplane.schemas.staged_row import CallEvidence

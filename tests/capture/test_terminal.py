@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenplane.capture.receipt import build_receipt
-from tokenplane.capture.terminal import resolve_terminal, select_terminal_call
+from tokenplane.capture.collect.receipt import build_receipt
+from tokenplane.capture.collect.terminal import resolve_terminal, select_terminal_call
 from tokenplane.schemas.fingerprints import FINGERPRINT_VERSION, assistant_fingerprint
 from tokenplane.schemas.manifest import CallRecord, ManifestFailure, RolloutManifest
 

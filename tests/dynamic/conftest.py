@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.dynamic import cpu_facade
-from tokenplane.engine_adapter.dynamic_coordinator_process import CoordinatorProcess
+from tokenplane.engine_adapter.dynamic.coordinator_process import CoordinatorProcess
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,7 +4,7 @@ Megatron's dynamic context and engine take pinned memory, CUDA events and stream
 ``torch.cuda.current_device()``. ``install`` gives torch stand-ins for those names, so that the
 genuine engine, coordinator and client run where there is no GPU. It changes torch for the whole
 process and nothing of Megatron but two things that the product or Megatron itself provide for: the
-attention (``dynamic_attention``) and the KV append, whose torch path serves where Triton's is off.
+attention (``dynamic.attention``) and the KV append, whose torch path serves where Triton's is off.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from tokenplane.engine_adapter.dynamic_attention import install_torch_attention
-from tokenplane.engine_adapter.megatron_process import quiet_imports
+from tokenplane.engine_adapter.dynamic.attention import install_torch_attention
+from tokenplane.engine_adapter.models.megatron_process import quiet_imports
 
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like")
 

@@ -10,11 +10,11 @@ import torch
 from megatron.core.inference.utils import InferenceMode
 
 from tests.engine.tiny_models import full_forward
-from tokenplane.engine_adapter.dynamic_engine import MegatronDynamicEngine
-from tokenplane.engine_adapter.dynamic_settings import DynamicSettings
+from tokenplane.engine_adapter.dynamic.engine import MegatronDynamicEngine
+from tokenplane.engine_adapter.dynamic.settings import DynamicSettings
 from tokenplane.engine_adapter.engine import Engine
-from tokenplane.engine_adapter.model_identity import LoadedModel
-from tokenplane.engine_adapter.model_source import load_model
+from tokenplane.engine_adapter.models.identity import LoadedModel
+from tokenplane.engine_adapter.models.source import load_model
 
 _loaded: dict[str, tuple[LoadedModel, dict[str, torch.Tensor]]] = {}
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 from megatron.core.inference.utils import InferenceMode
 
-from tokenplane.engine_adapter.dynamic_engine import MegatronDynamicEngine
-from tokenplane.engine_adapter.dynamic_gpu_model import gpu_twin
-from tokenplane.engine_adapter.dynamic_settings import DynamicSettings
-from tokenplane.engine_adapter.engine import Engine
-from tokenplane.engine_adapter.model_identity import LoadedModel
-from tokenplane.engine_adapter.model_source import load_model
-from tokenplane.engine_adapter.testing import EngineContract
-from tokenplane.engine_adapter.testing_features import (
+from tokenplane.engine_adapter.contract_suite.features import (
     CancelContract,
     SamplingContract,
     StopContract,
     StreamContract,
 )
+from tokenplane.engine_adapter.dynamic.engine import MegatronDynamicEngine
+from tokenplane.engine_adapter.dynamic.gpu_model import gpu_twin
+from tokenplane.engine_adapter.dynamic.settings import DynamicSettings
+from tokenplane.engine_adapter.engine import Engine
+from tokenplane.engine_adapter.models.identity import LoadedModel
+from tokenplane.engine_adapter.models.source import load_model
+from tokenplane.engine_adapter.testing import EngineContract
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.dynamic.dynamic_engines import DynamicEngines
-from tokenplane.engine_adapter.dynamic_coordinator_process import CoordinatorProcess
-from tokenplane.engine_adapter.testing import EngineContract
-from tokenplane.engine_adapter.testing_features import (
+from tokenplane.engine_adapter.contract_suite.features import (
     CancelContract,
     SamplingContract,
     StopContract,
     StreamContract,
 )
+from tokenplane.engine_adapter.dynamic.coordinator_process import CoordinatorProcess
+from tokenplane.engine_adapter.testing import EngineContract
 
 pytestmark = pytest.mark.engine
 

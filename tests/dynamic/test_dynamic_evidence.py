@@ -11,8 +11,8 @@ import pytest
 
 from tests.dynamic.dynamic_engines import fresh_model, open_engine
 from tests.dynamic.dynamic_requests import ask, change_weights
-from tokenplane.engine_adapter.dynamic_engine import MegatronDynamicEngine
-from tokenplane.engine_adapter.dynamic_settings import DynamicSettings, parse_settings
+from tokenplane.engine_adapter.dynamic.engine import MegatronDynamicEngine
+from tokenplane.engine_adapter.dynamic.settings import DynamicSettings, parse_settings
 from tokenplane.engine_adapter.engine import GenerationResult
 from tokenplane.schemas.errors import ConfigError
 

@@ -16,9 +16,9 @@ from tokenplane.capture.hook_types import (
     RequestPayloadStageResult,
     RequestPromptPreparationResult,
 )
-from tokenplane.engine_adapter.dynamic_coordinator_process import CoordinatorProcess
-from tokenplane.engine_adapter.dynamic_engine import MegatronDynamicEngine
-from tokenplane.engine_adapter.dynamic_hooks import install_hooks
+from tokenplane.engine_adapter.dynamic.coordinator_process import CoordinatorProcess
+from tokenplane.engine_adapter.dynamic.engine import MegatronDynamicEngine
+from tokenplane.engine_adapter.dynamic.hooks import install_hooks
 from tokenplane.schemas.errors import ConfigError
 
 pytestmark = pytest.mark.engine

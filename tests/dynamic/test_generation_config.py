@@ -9,9 +9,11 @@ import pytest
 from megatron.core.inference.config import InferenceConfig
 from megatron.core.transformer.enums import InferenceCudaGraphScope
 
-from tokenplane.engine_adapter import generation_layers
-from tokenplane.engine_adapter.generation_config import parse_generation_config
-from tokenplane.engine_adapter.generation_engine import (
+from tokenplane.engine_adapter.cpu.megatron_cpu_shim import importable_bridge
+from tokenplane.engine_adapter.worker import generation_layers
+from tokenplane.engine_adapter.worker.generation import MegatronGenerationWorker
+from tokenplane.engine_adapter.worker.generation_config import parse_generation_config
+from tokenplane.engine_adapter.worker.generation_engine import (
     apply_inference_cuda_graph_scope,
     apply_optional_inference_config_kwargs,
     http_sampling_defaults,
@@ -19,20 +21,18 @@ from tokenplane.engine_adapter.generation_engine import (
     to_dynamic_settings,
     to_megatron_extra,
 )
-from tokenplane.engine_adapter.generation_layers import (
+from tokenplane.engine_adapter.worker.generation_layers import (
     configure_inference_optimized_layer_spec,
     inference_optimized_transformer_layer_spec,
     resolve_mxfp8_refit_backend,
 )
-from tokenplane.engine_adapter.generation_setup import (
+from tokenplane.engine_adapter.worker.generation_setup import (
     REAPING_VARIABLE,
     configure_generation_config,
     draft_full_refit_enabled,
     maybe_configure_engine_reaping_env,
     resolve_generation_class,
 )
-from tokenplane.engine_adapter.megatron_cpu_shim import importable_bridge
-from tokenplane.engine_adapter.worker_generation import MegatronGenerationWorker
 from tokenplane.schemas.errors import ConfigError
 
 pytestmark = pytest.mark.engine

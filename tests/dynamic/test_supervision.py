@@ -14,7 +14,7 @@ import pytest
 
 from tests.dynamic.dynamic_engines import open_engine
 from tests.dynamic.dynamic_requests import ask
-from tokenplane.engine_adapter.dynamic_coordinator_process import CoordinatorProcess
+from tokenplane.engine_adapter.dynamic.coordinator_process import CoordinatorProcess
 from tokenplane.engine_adapter.engine import EngineState
 from tokenplane.schemas.errors import DeadlineError, EngineDeadError
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 _PARENT = """
 import sys
-from tokenplane.engine_adapter.dynamic_coordinator_process import CoordinatorProcess
+from tokenplane.engine_adapter.dynamic.coordinator_process import CoordinatorProcess
 process = CoordinatorProcess(vocab_size=10, max_requests=4, block_tokens=16)
 print(process.pid, process.address(60), flush=True)
 sys.stdin.read()

@@ -15,9 +15,9 @@ import torch
 from tests.dynamic.dynamic_engines import fresh_model
 from tests.dynamic.dynamic_requests import change_weights
 from tokenplane.engine_adapter.engine import EngineState
-from tokenplane.engine_adapter.generation_config import parse_generation_config
-from tokenplane.engine_adapter.worker_batches import build_sampling_params, merge_stop_strings
-from tokenplane.engine_adapter.worker_generation import MegatronGenerationWorker
+from tokenplane.engine_adapter.worker.batches import build_sampling_params, merge_stop_strings
+from tokenplane.engine_adapter.worker.generation import MegatronGenerationWorker
+from tokenplane.engine_adapter.worker.generation_config import parse_generation_config
 from tokenplane.schemas.errors import (
     ConfigError,
     DeadlineError,

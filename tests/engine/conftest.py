@@ -7,9 +7,7 @@ import torch
 
 pytest.register_assert_rewrite(
     "tokenplane.engine_adapter.testing",
-    "tokenplane.engine_adapter.testing_features",
-    "tokenplane.engine_adapter.testing_lifecycle",
-    "tokenplane.engine_adapter.testing_suite",
+    "tokenplane.engine_adapter.contract_suite",
 )
 
 # The reference forwards of tests run on the first thread; with more threads than free cores they

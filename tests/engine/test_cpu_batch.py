@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenplane.engine_adapter.cpu_batch import KVCache, make_plan, share_step
+from tokenplane.engine_adapter.cpu.batch import KVCache, make_plan, share_step
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(12, 60))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.engine.tiny_models import TinyEngines
+from tokenplane.engine_adapter.contract_suite.suite import EngineSuite, until
 from tokenplane.engine_adapter.engine import Engine
-from tokenplane.engine_adapter.testing_suite import EngineSuite, until
 
 pytestmark = pytest.mark.engine
 

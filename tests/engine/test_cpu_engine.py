@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.tiny_models import TinyEngines
-from tokenplane.engine_adapter.testing import EngineContract
-from tokenplane.engine_adapter.testing_features import (
+from tokenplane.engine_adapter.contract_suite.features import (
     CancelContract,
     SamplingContract,
     StopContract,
     StreamContract,
 )
+from tokenplane.engine_adapter.testing import EngineContract
 
 pytestmark = pytest.mark.engine
 

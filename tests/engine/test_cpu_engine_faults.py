@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.engine.tiny_models import TinyEngines
-from tokenplane.engine_adapter.cpu_engine import MegatronCpuEngine
+from tokenplane.engine_adapter.contract_suite.suite import EngineSuite, until
+from tokenplane.engine_adapter.cpu.engine import MegatronCpuEngine
 from tokenplane.engine_adapter.engine import Engine, EngineState
-from tokenplane.engine_adapter.model_source import load_model
-from tokenplane.engine_adapter.testing_suite import EngineSuite, until
+from tokenplane.engine_adapter.models.source import load_model
 from tokenplane.schemas.errors import (
     ConfigError,
     DeadlineError,

@@ -10,8 +10,8 @@ import pytest
 from megatron.core.transformer.moe.router import TopKRouter
 
 from tests.engine.tiny_models import TinyEngines, full_forward
+from tokenplane.engine_adapter.contract_suite.suite import EngineSuite, until
 from tokenplane.engine_adapter.engine import Engine
-from tokenplane.engine_adapter.testing_suite import EngineSuite, until
 
 pytestmark = pytest.mark.engine
 

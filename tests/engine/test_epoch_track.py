@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenplane.engine_adapter.cpu_request import EpochTrack
+from tokenplane.engine_adapter.cpu.request import EpochTrack
 
 
 def test_admission() -> None:

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenplane.engine_adapter.megatron_process import quiet_imports, require_process
-from tokenplane.engine_adapter.megatron_tiny import tiny_model, tiny_tokenizer
-from tokenplane.engine_adapter.model_identity import fingerprint_tokenizer, fingerprint_weights
-from tokenplane.engine_adapter.model_source import load_model
+from tokenplane.engine_adapter.models.identity import fingerprint_tokenizer, fingerprint_weights
+from tokenplane.engine_adapter.models.megatron_process import quiet_imports, require_process
+from tokenplane.engine_adapter.models.megatron_tiny import tiny_model, tiny_tokenizer
+from tokenplane.engine_adapter.models.source import load_model
 from tokenplane.schemas.errors import ConfigError
 
 pytestmark = pytest.mark.engine
@@ -42,7 +42,7 @@ def test_loading_twice_gives_equal_models_of_their_own(spec: str) -> None:
 
 def test_the_same_identity_in_another_process() -> None:
     code = (
-        "from tokenplane.engine_adapter.model_source import load_model\n"
+        "from tokenplane.engine_adapter.models.source import load_model\n"
         "info = load_model('tiny').info\n"
         "print(info.model_fingerprint, info.tokenizer_fingerprint)"
     )

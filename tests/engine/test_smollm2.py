@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from tests.engine.tiny_models import full_forward
-from tokenplane.engine_adapter import model_smollm2
-from tokenplane.engine_adapter.cpu_engine import MegatronCpuEngine
+from tokenplane.engine_adapter.cpu.engine import MegatronCpuEngine
 from tokenplane.engine_adapter.engine import GenerationRequest, GenerationResult, SamplingParams
-from tokenplane.engine_adapter.model_identity import LoadedModel
-from tokenplane.engine_adapter.model_source import load_model
+from tokenplane.engine_adapter.models import smollm2 as model_smollm2
+from tokenplane.engine_adapter.models.identity import LoadedModel
+from tokenplane.engine_adapter.models.source import load_model
 from tokenplane.schemas.errors import ConfigError
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]

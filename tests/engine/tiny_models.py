@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tokenplane.engine_adapter.cpu_engine import MegatronCpuEngine
+from tokenplane.engine_adapter.cpu.engine import MegatronCpuEngine
 from tokenplane.engine_adapter.engine import Engine
-from tokenplane.engine_adapter.model_identity import LoadedModel
-from tokenplane.engine_adapter.model_source import load_model
+from tokenplane.engine_adapter.models.identity import LoadedModel
+from tokenplane.engine_adapter.models.source import load_model
 
 
 class TinyEngines:

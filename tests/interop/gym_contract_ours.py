@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from tokenplane.capture.collect.linearize import verify_and_linearize
+from tokenplane.capture.collect.terminal import resolve_terminal, select_terminal_call
 from tokenplane.capture.core import RolloutTokenCapture
-from tokenplane.capture.linearize import verify_and_linearize
-from tokenplane.capture.terminal import resolve_terminal, select_terminal_call
 from tokenplane.schemas import digests, manifest, routes, wire
 from tokenplane.schemas.errors import CaptureError, TokenplaneError
 from tokenplane.schemas.fingerprints import assistant_fingerprint, conversation_digest

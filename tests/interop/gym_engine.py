@@ -13,10 +13,10 @@ import uvicorn
 
 from tests.interop.gym_proxy import EngineProxy
 from tests.server.serving import Served, serving
-from tokenplane.capture.collector import Collector
-from tokenplane.capture.training_rows import RolloutOutcome
+from tokenplane.capture.collect.collector import Collector
+from tokenplane.capture.collect.training_rows import RolloutOutcome
 from tokenplane.engine_adapter.engine import Engine
-from tokenplane.engine_adapter.server_app import create_app
+from tokenplane.engine_adapter.server.app import create_app
 from tokenplane.schemas.manifest import RolloutManifest
 from tokenplane.schemas.training_row import TrainingRow
 from tokenplane.staging.store import StagingStore

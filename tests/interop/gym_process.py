@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 import httpx
 
-from tokenplane.capture.gym_rollouts import GymManifests
+from tokenplane.capture.collect.gym_rollouts import GymManifests
 from tokenplane.schemas.manifest import RolloutManifest
 
 SERVER = Path(__file__).with_name("gym_model_server.py")

@@ -13,7 +13,7 @@ from tests.interop.gym_engine import collect, listening
 from tests.interop.gym_process import GymModelServer
 from tests.interop.gym_proxy import EngineProxy, Fault
 from tests.server.serving import Served, encode, say, scripted
-from tokenplane.capture.collector import Collector
+from tokenplane.capture.collect.collector import Collector
 from tokenplane.schemas.manifest import RolloutManifest
 from tokenplane.schemas.staged_row import STAGED_PARTITION
 from tokenplane.schemas.training_row import TRAINING_PARTITION

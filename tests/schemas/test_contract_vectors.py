@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tokenplane.capture.linearize import verify_and_linearize
+from tokenplane.capture.collect.linearize import verify_and_linearize
 from tokenplane.schemas.digests import chain_hash, cumulative_hash, extras_digest
 from tokenplane.schemas.errors import TokenIdRangeError
 from tokenplane.schemas.extras import decode_extra, encode_extra

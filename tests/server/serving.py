@@ -14,14 +14,14 @@ import httpx
 import numpy as np
 from fastapi import FastAPI
 
-from tokenplane.engine_adapter.cpu_engine import MegatronCpuEngine
+from tokenplane.engine_adapter.cpu.engine import MegatronCpuEngine
 from tokenplane.engine_adapter.engine import Engine
-from tokenplane.engine_adapter.model_identity import LoadedModel
-from tokenplane.engine_adapter.model_source import load_model
+from tokenplane.engine_adapter.models.identity import LoadedModel
+from tokenplane.engine_adapter.models.source import load_model
 from tokenplane.engine_adapter.scripted_engine import Script, ScriptedEngine
-from tokenplane.engine_adapter.server_app import create_app
-from tokenplane.engine_adapter.server_config import parse_config
-from tokenplane.engine_adapter.server_parts import ServerParts, build_parts
+from tokenplane.engine_adapter.server.app import create_app
+from tokenplane.engine_adapter.server.config import parse_config
+from tokenplane.engine_adapter.server.parts import ServerParts, build_parts
 from tokenplane.schemas.staged_row import STAGED_PARTITION, StagedRow, parse_staged_row
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store import StagingStore

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.server.serving import encode, tiny
-from tokenplane.engine_adapter.chat_renderer import TokenizerChatRenderer
-from tokenplane.engine_adapter.chat_text import AnswerText
+from tokenplane.engine_adapter.chat.renderer import TokenizerChatRenderer
+from tokenplane.engine_adapter.chat.text import AnswerText
 
 IM_END = 2
 

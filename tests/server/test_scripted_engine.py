@@ -10,6 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tokenplane.engine_adapter.contract_suite.features import (
+    CancelContract,
+    StopContract,
+    StreamContract,
+)
+from tokenplane.engine_adapter.contract_suite.suite import until
 from tokenplane.engine_adapter.engine import (
     Engine,
     EngineInfo,
@@ -18,12 +24,6 @@ from tokenplane.engine_adapter.engine import (
     SamplingParams,
 )
 from tokenplane.engine_adapter.scripted_engine import ScriptedEngine, replay
-from tokenplane.engine_adapter.testing_features import (
-    CancelContract,
-    StopContract,
-    StreamContract,
-)
-from tokenplane.engine_adapter.testing_suite import until
 from tokenplane.schemas.errors import (
     EngineDeadError,
     EngineError,

@@ -18,10 +18,10 @@ import pytest
 
 from tests.server.serve_process import serve_process
 from tests.server.serving import TOOLS, scripted, serving
-from tokenplane.capture.collector import Collector
+from tokenplane.capture.collect.collector import Collector
 from tokenplane.capture.ledger import Ledger
-from tokenplane.engine_adapter.server_http import run_http
-from tokenplane.engine_adapter.testing_suite import until
+from tokenplane.engine_adapter.contract_suite.suite import until
+from tokenplane.engine_adapter.server.server_http import run_http
 from tokenplane.schemas.manifest import RolloutManifest
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.token_source import TokenSource

@@ -24,7 +24,7 @@ from tokenplane.engine_adapter.scripted_engine import ScriptedEngine
 from tokenplane.schemas.errors import StoreFullError, StoreUnavailableError
 from tokenplane.schemas.failure_row import FAILURE_PARTITION
 from tokenplane.schemas.staged_row import STAGED_PARTITION
-from tokenplane.staging.memory_store import MemoryStore
+from tokenplane.staging.memory_backend.store import MemoryStore
 
 
 class FaultyStore(MemoryStore):

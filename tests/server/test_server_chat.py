@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from tests.server.serving import Served, message_of, serving, tiny, tiny_engine, user, whole
-from tokenplane.capture.collector import Collector
+from tokenplane.capture.collect.collector import Collector
 from tokenplane.engine_adapter.engine import Engine, GenerationRequest, GenerationResult
 from tokenplane.schemas.digests import cumulative_hash
 from tokenplane.staging.token_source import TokenSource

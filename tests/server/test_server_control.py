@@ -17,9 +17,9 @@ from tests.server.serving import (
     tiny_engine,
     user,
 )
-from tokenplane.engine_adapter.testing_suite import until
+from tokenplane.engine_adapter.contract_suite.suite import until
 from tokenplane.schemas.manifest import RolloutManifest
-from tokenplane.staging.memory_store import MemoryStore
+from tokenplane.staging.memory_backend.store import MemoryStore
 
 ROUTES = [
     ("GET", "/rollouts/r1/manifest"),

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.server.serving import say, scripted, serving, text_of, tiny, user
-from tokenplane.engine_adapter.testing_suite import until
+from tokenplane.engine_adapter.contract_suite.suite import until
 
 OVERFLOW = ("context length", "max_tokens")
 """A 400 with either is served by NeMo-Gym as an empty, finished answer (CONTRACT section 13)."""

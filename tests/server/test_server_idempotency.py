@@ -18,7 +18,7 @@ from tests.server.serving import (
     text_of,
     user,
 )
-from tokenplane.engine_adapter.testing_suite import until
+from tokenplane.engine_adapter.contract_suite.suite import until
 from tokenplane.staging.open_store import open_store
 
 KEY = {"Idempotency-Key": "k1"}

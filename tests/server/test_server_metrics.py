@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.serving import Served, message_of, say, scripted, serving, user
 from tokenplane.schemas.errors import StoreUnavailableError
-from tokenplane.staging.memory_store import MemoryStore
+from tokenplane.staging.memory_backend.store import MemoryStore
 
 
 async def samples(served: Served) -> dict[str, float]:

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from tokenplane.engine_adapter.openai_sampling import (
-    SamplingDefaults,
-    parse_defaults,
-    parse_sampling,
-)
-from tokenplane.engine_adapter.server_config import (
+from tokenplane.engine_adapter.server.config import (
     ServerConfig,
     check_bind,
     is_loopback,
     parse_config,
     read_config_file,
     shown_url,
+)
+from tokenplane.engine_adapter.server.openai_sampling import (
+    SamplingDefaults,
+    parse_defaults,
+    parse_sampling,
 )
 from tokenplane.schemas.errors import ConfigError, RequestRejectedError
 from tokenplane.tools import serve

@@ -22,9 +22,9 @@ from tests.server.serving import (
     user,
     whole,
 )
-from tokenplane.engine_adapter.testing_suite import until
+from tokenplane.engine_adapter.contract_suite.suite import until
 from tokenplane.schemas.errors import StoreUnavailableError
-from tokenplane.staging.memory_store import MemoryStore
+from tokenplane.staging.memory_backend.store import MemoryStore
 
 
 def chunks_of(text: str) -> list[dict[str, Any]]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.server.serving import Served, message_of, serving, tiny_engine, user
-from tokenplane.capture.collector import Collector
-from tokenplane.engine_adapter.testing_suite import until
+from tokenplane.capture.collect.collector import Collector
+from tokenplane.engine_adapter.contract_suite.suite import until
 from tokenplane.schemas.epochs import generation_versions
 from tokenplane.staging.token_source import TokenSource
 

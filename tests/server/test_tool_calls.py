@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenplane.engine_adapter.tool_calls import (
+from tokenplane.engine_adapter.chat.tool_calls import (
     PARSERS,
     ParsedMessage,
     detect_parser,

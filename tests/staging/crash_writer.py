@@ -10,9 +10,9 @@ import os
 import sys
 
 from tokenplane.schemas.errors import MissingRowError
+from tokenplane.staging.contract_suite.backend import plain_row
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store_types import Blob, to_blob
-from tokenplane.staging.testing_backend import plain_row
 
 
 def blobs_of(number: int) -> list[Blob]:

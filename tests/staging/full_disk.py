@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 from tokenplane.schemas.errors import StoreFullError
+from tokenplane.staging.contract_suite.backend import plain_row, same_bits
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store import StagingStore
 from tokenplane.staging.store_types import to_blob
-from tokenplane.staging.testing_backend import plain_row, same_bits
 
 ROW_BYTES = 20_000
 

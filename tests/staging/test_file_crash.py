@@ -12,9 +12,9 @@ from pathlib import Path
 import apsw
 import pytest
 
-from tokenplane.staging.file_store import FileStore
+from tokenplane.staging.contract_suite.backend import plain_row, same_bits
+from tokenplane.staging.file_backend.store import FileStore
 from tokenplane.staging.store_types import RetentionPolicy, to_blob
-from tokenplane.staging.testing_backend import plain_row, same_bits
 
 PROGRAM = Path(__file__).with_name("crash_writer.py")
 ROUNDS = 3

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenplane.schemas.errors import CorruptRowError, StoreError
-from tokenplane.staging.file_store import FileStore
+from tokenplane.staging.contract_suite.backend import plain_row, same_bits
+from tokenplane.staging.file_backend.store import FileStore
 from tokenplane.staging.store_types import RetentionPolicy, to_blob
-from tokenplane.staging.testing_backend import plain_row, same_bits
 
 ROWS = {f"k/{number}": plain_row(number, size=60 * number) for number in range(25)}
 

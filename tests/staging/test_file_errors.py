@@ -15,7 +15,7 @@ from tokenplane.schemas.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from tokenplane.staging.file_errors import file_errors, to_store_error
+from tokenplane.staging.file_backend.errors import file_errors, to_store_error
 
 FOREIGN = [
     value

@@ -15,11 +15,11 @@ from tokenplane.schemas.errors import (
     StoreUnavailableError,
     UnsupportedStoreError,
 )
-from tokenplane.staging.file_schema import check_sqlite_version
-from tokenplane.staging.file_store import FileStore
+from tokenplane.staging.contract_suite.backend import plain_row, same_bits
+from tokenplane.staging.file_backend.schema import check_sqlite_version
+from tokenplane.staging.file_backend.store import FileStore
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store_types import RetentionPolicy, to_blob
-from tokenplane.staging.testing_backend import plain_row, same_bits
 
 
 @pytest.mark.parametrize(

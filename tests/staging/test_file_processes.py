@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from tokenplane.schemas.errors import MissingRowError, StoreError
-from tokenplane.staging.file_store import FileStore
+from tokenplane.staging.contract_suite.backend import plain_row, same_bits
+from tokenplane.staging.file_backend.store import FileStore
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store import StagingStore
 from tokenplane.staging.testing import run_processes
-from tokenplane.staging.testing_backend import plain_row, same_bits
 
 ROWS = 60
 

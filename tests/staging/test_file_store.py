@@ -10,12 +10,12 @@ from pathlib import Path
 import apsw
 import pytest
 
-from tokenplane.staging.file_store import FileStore
+from tokenplane.staging.contract_suite.backend import StoreBackend
+from tokenplane.staging.contract_suite.stateful import run_random_operations
+from tokenplane.staging.file_backend.store import FileStore
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store import StagingStore
 from tokenplane.staging.testing import SharedStoreContract
-from tokenplane.staging.testing_backend import StoreBackend
-from tokenplane.staging.testing_stateful import run_random_operations
 
 
 class FileBackend(StoreBackend):

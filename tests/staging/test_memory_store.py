@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tokenplane.staging.memory_state import MemoryState
-from tokenplane.staging.memory_store import MemoryStore
+from tokenplane.staging.contract_suite.backend import StoreBackend, plain_row
+from tokenplane.staging.contract_suite.stateful import run_random_operations
+from tokenplane.staging.memory_backend.state import MemoryState
+from tokenplane.staging.memory_backend.store import MemoryStore
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store import StagingStore
 from tokenplane.staging.testing import StagingStoreContract
-from tokenplane.staging.testing_backend import StoreBackend, plain_row
-from tokenplane.staging.testing_stateful import run_random_operations
 
 
 class MemoryBackend(StoreBackend):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tokenplane.schemas.errors import ConfigError, UnsupportedStoreError
+from tokenplane.staging.contract_suite.backend import FakeClock, plain_row
 from tokenplane.staging.open_store import BACKENDS, open_store
 from tokenplane.staging.store_url import parse_store_url
-from tokenplane.staging.testing_backend import FakeClock, plain_row
 
 
 def test_an_unknown_scheme_names_the_known_ones() -> None:

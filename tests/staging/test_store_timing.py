@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenplane.staging.memory_store import MemoryStore
+from tokenplane.staging.memory_backend.store import MemoryStore
 from tokenplane.staging.store_timing import main, time_store
 
 

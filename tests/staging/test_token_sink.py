@@ -21,9 +21,9 @@ from tokenplane.schemas.errors import (
 )
 from tokenplane.schemas.staged_call import StagedCall
 from tokenplane.schemas.staged_row import StagedRow
-from tokenplane.staging.memory_store import MemoryStore
+from tokenplane.staging.contract_suite.backend import staged_row
+from tokenplane.staging.memory_backend.store import MemoryStore
 from tokenplane.staging.store import StagingStore
-from tokenplane.staging.testing_backend import staged_row
 from tokenplane.staging.token_sink import TokenSink
 from tokenplane.staging.token_source import TokenSource
 

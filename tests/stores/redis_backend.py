@@ -10,10 +10,10 @@ from functools import partial
 import redis
 
 from tests.stores.redis_server import RedisServer
+from tokenplane.staging.contract_suite.backend import StoreBackend
 from tokenplane.staging.open_store import open_store
-from tokenplane.staging.redis_store import RedisStore
+from tokenplane.staging.redis_backend.store import RedisStore
 from tokenplane.staging.store import StagingStore
-from tokenplane.staging.testing_backend import StoreBackend
 
 
 class RedisBackend(StoreBackend):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.stores.redis_server import RedisServer
-from tokenplane.staging.memory_store import MemoryStore
+from tokenplane.staging.memory_backend.store import MemoryStore
 from tokenplane.staging.open_store import open_store
-from tokenplane.tools import bench_soak
+from tokenplane.tools.bench import soak as bench_soak
 from tokenplane.tools.cli import main
 
 

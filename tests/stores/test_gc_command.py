@@ -14,8 +14,8 @@ from tests.stores.redis_backend import RedisBackend
 from tests.stores.redis_server import RedisServer
 from tokenplane.schemas.errors import SealedPartitionError
 from tokenplane.schemas.staged_row import STAGED_PARTITION
+from tokenplane.staging.contract_suite.backend import FakeClock, plain_row, staged_row
 from tokenplane.staging.open_store import open_store
-from tokenplane.staging.testing_backend import FakeClock, plain_row, staged_row
 from tokenplane.tools.cli import main
 from tokenplane.tools.gc_command import GcReport, collect_garbage, parse_age
 

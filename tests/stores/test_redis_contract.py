@@ -6,8 +6,8 @@ import pytest
 
 from tests.stores.redis_backend import RedisBackend
 from tests.stores.redis_server import RedisServer
+from tokenplane.staging.contract_suite.backend import StoreBackend
 from tokenplane.staging.testing import SharedStoreContract
-from tokenplane.staging.testing_backend import StoreBackend
 
 
 class TestRedisStore(SharedStoreContract):

@@ -21,9 +21,9 @@ from tokenplane.schemas.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
+from tokenplane.staging.contract_suite.backend import FakeClock, plain_row, same_bits, staged_row
 from tokenplane.staging.open_store import open_store
-from tokenplane.staging.redis_store import RedisStore
-from tokenplane.staging.testing_backend import FakeClock, plain_row, same_bits, staged_row
+from tokenplane.staging.redis_backend.store import RedisStore
 
 
 @pytest.fixture

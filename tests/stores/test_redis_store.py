@@ -29,13 +29,13 @@ from tokenplane.schemas.errors import (
 )
 from tokenplane.schemas.row_message import encode_message
 from tokenplane.schemas.staged_row import TOKEN_COLUMNS
+from tokenplane.staging.contract_suite.backend import plain_row, same_bits, staged_row
+from tokenplane.staging.contract_suite.stateful import run_random_operations
 from tokenplane.staging.open_store import open_store
-from tokenplane.staging.redis_durability import durability_of
-from tokenplane.staging.redis_store import RedisStore
+from tokenplane.staging.redis_backend.durability import durability_of
+from tokenplane.staging.redis_backend.store import RedisStore
 from tokenplane.staging.row_split import join_message, read_token_columns, split_message
 from tokenplane.staging.store_types import to_blob
-from tokenplane.staging.testing_backend import plain_row, same_bits, staged_row
-from tokenplane.staging.testing_stateful import run_random_operations
 
 
 @pytest.fixture

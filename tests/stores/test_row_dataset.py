@@ -13,13 +13,13 @@ import pytest
 from tokenplane.schemas.errors import ConfigError, SchemaMismatchError, UnsupportedSchemaError
 from tokenplane.schemas.tokens import frozen
 from tokenplane.schemas.training_row import TRAINING_PARTITION, TrainingRow
-from tokenplane.staging.memory_store import MemoryStore
+from tokenplane.staging.contract_suite.backend import FakeClock, named_row, plain_row
+from tokenplane.staging.memory_backend.store import MemoryStore
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.row_dataset import acknowledge, jagged, row_dataset, to_tensors
 from tokenplane.staging.row_dataset_arrow import open_arrow_reader
 from tokenplane.staging.row_dataset_batches import RowReader
 from tokenplane.staging.store import StagingStore
-from tokenplane.staging.testing_backend import FakeClock, named_row, plain_row
 
 
 def training_row(number: int, group: str | None, *, reward: float | None = 0.5) -> TrainingRow:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.stores.tq_backend import QueueBackend
+from tokenplane.staging.contract_suite.backend import StoreBackend
+from tokenplane.staging.contract_suite.stateful import run_random_operations
 from tokenplane.staging.testing import SharedStoreContract
-from tokenplane.staging.testing_backend import StoreBackend
-from tokenplane.staging.testing_stateful import run_random_operations
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow]
 

@@ -25,16 +25,16 @@ from tokenplane.schemas.errors import (
     StoreUnavailableError,
 )
 from tokenplane.schemas.staged_row import TOKEN_COLUMNS
+from tokenplane.staging.contract_suite.backend import plain_row, same_bits, staged_row
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store_types import RetentionPolicy, to_blob
-from tokenplane.staging.testing_backend import plain_row, same_bits, staged_row
 from tokenplane.staging.token_sink import TokenSink
 from tokenplane.staging.token_source import TokenSource
-from tokenplane.staging.tq_payload import row_name, unwrap, wrap
-from tokenplane.staging.tq_store import TransferQueueStore
+from tokenplane.staging.tq_backend.payload import row_name, unwrap, wrap
+from tokenplane.staging.tq_backend.store import TransferQueueStore
 
 if TYPE_CHECKING:
-    from tokenplane.staging.tq_link import QueueLink
+    from tokenplane.staging.tq_backend.link import QueueLink
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -259,8 +259,8 @@ def _pid_of(actor: Any) -> int:
 _STARTED_IN_A_THREAD = """
 import threading, time
 import ray
-from tokenplane.staging.tq_options import QueueOptions
-from tokenplane.staging.tq_runtime import join_cluster
+from tokenplane.staging.tq_backend.options import QueueOptions
+from tokenplane.staging.tq_backend.runtime import join_cluster
 
 options = QueueOptions(address="local", partition="p", units=1)
 thread = threading.Thread(target=join_cluster, args=(options,))

@@ -9,9 +9,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from tests.staging.test_file_store import FileBackend
+from tokenplane.staging.contract_suite.backend import StoreBackend
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store import StagingStore
-from tokenplane.staging.testing_backend import StoreBackend
 
 
 class QueueBackend(StoreBackend):

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 from tokenplane.schemas.errors import StoreError
+from tokenplane.staging.contract_suite.backend import plain_row, same_bits
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store import StagingStore
 from tokenplane.staging.store_types import to_blob
-from tokenplane.staging.testing_backend import plain_row, same_bits
 
 
 def written_row(writer: int, number: int) -> tuple[str, int]:

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.tokenizers.splice_rollout import TERMINATORS
-from tokenplane.engine_adapter.chat_renderer import TokenizerChatRenderer, open_renderer
+from tokenplane.engine_adapter.chat.renderer import TokenizerChatRenderer, open_renderer
 
 TEMPLATES = {"tools": "Skywork-Skywork-Reward-Llama-3.1-8B.jinja"}
 """Llama 3.1's own template with tools; the tokenizer's package has one without."""

@@ -16,7 +16,7 @@ from tokenplane.capture.splice import (
     Tool,
     structural_suffix,
 )
-from tokenplane.engine_adapter.chat_renderer import TokenizerChatRenderer
+from tokenplane.engine_adapter.chat.renderer import TokenizerChatRenderer
 from tokenplane.schemas.tokens import Int32Array
 
 TERMINATORS = {

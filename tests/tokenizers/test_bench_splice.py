@@ -1,4 +1,4 @@
-"""``bench_splice`` measures real splices."""
+"""``bench.splice`` measures real splices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenplane.tools import bench_splice
+from tokenplane.tools.bench import splice as bench_splice
 
 
 def test_json(tokenizers_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from tests.capture.splice_renderers import TextRenderer
 from tests.tokenizers.splice_rollout import TERMINATORS, messy_text
 from tokenplane.capture.splice.shapes import TOOLS
-from tokenplane.engine_adapter.chat_renderer import (
+from tokenplane.engine_adapter.chat.renderer import (
     TokenizerChatRenderer,
     open_renderer,
     read_terminator_ids,

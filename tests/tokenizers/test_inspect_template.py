@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenplane.tools import inspect_template
+from tokenplane.tools.inspecting import template as inspect_template
 
 
 def test_json(tokenizers_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.tokenizers.splice_rollout import TERMINATORS, Ending, Rollout, messy_text, tag_of
 from tokenplane.capture.splice import Message, SpliceCode, conformance_report
 from tokenplane.capture.splice.shapes import TOOLS
-from tokenplane.engine_adapter.chat_renderer import TokenizerChatRenderer
+from tokenplane.engine_adapter.chat.renderer import TokenizerChatRenderer
 from tokenplane.schemas.errors import SpliceError
 
 type RendererOf = Callable[[str], TokenizerChatRenderer]

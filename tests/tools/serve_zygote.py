@@ -15,18 +15,14 @@ import torch
 import transformers
 import uvicorn
 
-from tokenplane.engine_adapter import (
-    cpu_engine,
-    megatron_tiny,
-    model_source,
-    server_app,
-    server_parts,
-)
+from tokenplane.engine_adapter.cpu import engine
+from tokenplane.engine_adapter.models import megatron_tiny, source
+from tokenplane.engine_adapter.server import app, parts
 from tokenplane.tools import serve
 
 LOADED = (
     *(megatron.core, torch, transformers, uvicorn),
-    *(cpu_engine, megatron_tiny, model_source, server_app, server_parts),
+    *(engine, megatron_tiny, source, app, parts),
 )
 
 

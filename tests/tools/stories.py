@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from tokenplane.capture import Collector, Ledger, PrefixResolver, TQMegatronTokenStager
+from tokenplane.capture.collect.training_rows import RolloutOutcome
 from tokenplane.capture.failures import CaptureFailure
 from tokenplane.capture.hook_types import (
     ADMISSION_KEY,
@@ -23,7 +24,6 @@ from tokenplane.capture.hook_types import (
     OffloadedRequestPayload,
 )
 from tokenplane.capture.ledger import LedgerRequest
-from tokenplane.capture.training_rows import RolloutOutcome
 from tokenplane.engine_adapter.tokenizer_artifact import store_tokenizer
 from tokenplane.schemas.staged_row import CallEvidence, Sampling
 from tokenplane.staging import TokenSink, TokenSource, open_store

@@ -14,7 +14,7 @@ from tests.tools.stories import tell
 from tokenplane.schemas.errors import ConfigError, StoreFullError
 from tokenplane.tools import cli
 from tokenplane.tools.command_frame import coded_errors
-from tokenplane.tools.inspect_command import SUBJECTS
+from tokenplane.tools.inspecting.command import SUBJECTS
 
 HEAVY = "{'torch', 'megatron', 'transformers', 'openai', 'pyarrow'} & set(sys.modules)"
 

@@ -14,7 +14,7 @@ import pytest
 
 from tokenplane.engine_adapter.engine_log import read_engine_log
 from tokenplane.tools.cli import main
-from tokenplane.tools.demo_checks import replay_elsewhere, rows_equal_engine
+from tokenplane.tools.demo.checks import replay_elsewhere, rows_equal_engine
 from tokenplane.tools.rollout_view import load_rollout
 from tokenplane.tools.store_reading import find_rollouts, open_for_reading
 

@@ -11,16 +11,16 @@ import pytest
 from openai import AsyncOpenAI
 
 from tokenplane.schemas.errors import ConfigError, EngineDeadError, EngineError
-from tokenplane.tools.demo import main, prepare_folder
-from tokenplane.tools.demo_agent import (
+from tokenplane.tools.demo.agent import (
     Agent,
     _decoding,
     calculate,
     calculate_within,
     refit_in_flight,
 )
-from tokenplane.tools.demo_report import DemoSummary
-from tokenplane.tools.demo_server import DemoServer
+from tokenplane.tools.demo.command import main, prepare_folder
+from tokenplane.tools.demo.report import DemoSummary
+from tokenplane.tools.demo.server import DemoServer
 
 
 @pytest.mark.parametrize(

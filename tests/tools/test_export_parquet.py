@@ -91,7 +91,7 @@ def test_any_float_survives(tmp_path_factory: pytest.TempPathFactory, values: li
 
 
 def _row_with(values: list[float]) -> pa.RecordBatch:
-    from tokenplane.capture.training_rows import RolloutOutcome, placeholder
+    from tokenplane.capture.collect.training_rows import RolloutOutcome, placeholder
 
     row = placeholder(RolloutOutcome("r"), "x")
     n = len(values)

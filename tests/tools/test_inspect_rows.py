@@ -12,7 +12,7 @@ from tokenplane.schemas.staged_row import STAGED_COLUMNS
 from tokenplane.schemas.training_row import TRAINING_COLUMNS
 from tokenplane.staging import open_store
 from tokenplane.tools.cli import main
-from tokenplane.tools.inspect_row import shown
+from tokenplane.tools.inspecting.row import shown
 
 Capture = pytest.CaptureFixture[str]
 

@@ -1,0 +1,1 @@
+"""From a finished rollout to training rows: terminal, receipt, verification."""

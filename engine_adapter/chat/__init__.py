@@ -1,0 +1,1 @@
+"""Rendering chats with a model's template, and reading tool calls from what it wrote."""

@@ -1,0 +1,1 @@
+"""Where models come from: the tiny random one, SmolLM2, conversion to Megatron."""

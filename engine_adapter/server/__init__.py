@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server: requests in, answers out, control routes."""

@@ -1,0 +1,1 @@
+"""The generation worker: its parts, its configuration, its lifecycle."""

@@ -1,0 +1,1 @@
+"""The parts of the store contract suite; `staging/testing.py` ships it."""

@@ -1,0 +1,1 @@
+"""`file:`: SQLite for messages, files for big buffers, one Arrow file per sealed partition."""

@@ -1,0 +1,1 @@
+"""`memory:`: the reference that the other backends are compared with."""

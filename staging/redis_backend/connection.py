@@ -1,0 +1,199 @@
+"""One Redis server (or the cluster node that holds our slot): commands, deadlines and errors.
+
+Every error of redis-py becomes ours here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+from urllib.parse import urlencode, urlsplit, urlunsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    ClusterDownError,
+    MovedError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from tokenplane.schemas.errors import (
+    ConfigError,
+    StoreClosedError,
+    StoreError,
+    StoreFullError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+)
+from tokenplane.staging.redis_backend.scripts import Script
+
+FIRST_WAIT_S: Final = 0.01
+LONGEST_WAIT_S: Final = 0.5
+ONE_SEND_BYTES: Final = 1 << 20
+_FULL = re.compile(r"no space left|maxmemory|\bENOSPC\b", re.IGNORECASE)
+# What a server says that is on its way: starting, failing over, moving slots.
+_PASSING = (
+    RedisConnectionError,
+    ReadOnlyError,
+    AskError,
+    TryAgainError,
+    ClusterDownError,
+)
+_PASSING_WORDS = ("LOADING", "MASTERDOWN", "BUSY", "NOREPLICAS")
+
+
+class RedisConnection:
+    """Runs commands and scripts. Thread-safe; connections are pooled and survive a fork.
+
+    A command that meets a lost connection or a starting server is sent again until ``timeout_s``
+    is over, so everything sent through here must be safe to send twice. Neither a lost packet nor
+    a hung server holds a call longer than about twice ``timeout_s``.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float, tls: dict[str, str]) -> None:
+        self._timeout_s = timeout_s
+        # redis-py's own retries would multiply the deadline: the loop below is the only one.
+        self._options: dict[str, Any] = {
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            "socket_keepalive": True,
+            "retry": Retry(NoBackoff(), 0),
+            "max_connections": 10_000,
+            "protocol": 2,
+        }
+        target = url if not tls else f"{url}?{urlencode(tls)}"
+        try:
+            self._seed = redis.ConnectionPool.from_url(target, **self._options)
+        except ValueError as exc:
+            raise ConfigError("not a Redis URL", got=shown(url)) from exc
+        self._pool = self._seed
+        self._others: dict[tuple[str, int], redis.ConnectionPool] = {}
+        self._closed = False
+
+    def command(self, *parts: bytes | str | int) -> Any:
+        """One command's reply; bulk strings are bytes.
+
+        Raises:
+            StoreError: see ``to_store_error``; also every other method.
+        """
+        return self._run(lambda connection: _one(connection, parts))
+
+    def script(self, script: Script, keys: Sequence[bytes], *args: bytes | str | int) -> Any:
+        """The reply of a script, which is loaded when the server does not know it."""
+
+        def run(connection: Any) -> Any:
+            try:
+                return _one(connection, ("EVALSHA", script.sha1, len(keys), *keys, *args))
+            except NoScriptError:
+                _one(connection, ("SCRIPT", "LOAD", script.text))
+                return _one(connection, ("EVALSHA", script.sha1, len(keys), *keys, *args))
+
+        return self._run(run)
+
+    def _run(self, job: Callable[[Any], Any]) -> Any:
+        deadline = time.monotonic() + self._timeout_s
+        wait = FIRST_WAIT_S
+        while True:
+            self.check_open()
+            try:
+                return self._once(job)
+            except MovedError as exc:
+                if time.monotonic() > deadline:
+                    raise StoreUnavailableError("the hash slot keeps moving", got=exc) from exc
+                self._pool = self._pool_of(exc)
+            except RedisError as exc:
+                if not _is_passing(exc) or time.monotonic() + wait > deadline:
+                    raise to_store_error(exc) from exc
+                self._pool = self._seed
+                time.sleep(wait * random.uniform(0.5, 1.0))
+                wait = min(2 * wait, LONGEST_WAIT_S)
+
+    def _once(self, job: Callable[[Any], Any]) -> Any:
+        pool = self._pool
+        connection: Any = pool.get_connection()
+        try:
+            return job(connection)
+        except ResponseError:
+            raise
+        except BaseException:
+            # A reply may still be on its way: nobody else may read it.
+            connection.disconnect()
+            raise
+        finally:
+            pool.release(connection)
+
+    def _pool_of(self, moved: MovedError) -> redis.ConnectionPool:
+        place = (moved.host, moved.port)
+        if place not in self._others:
+            options = {**self._seed.connection_kwargs, "host": moved.host, "port": moved.port}
+            self._others[place] = redis.ConnectionPool(
+                connection_class=self._seed.connection_class, **options
+            )
+        return self._others[place]
+
+    def check_open(self) -> None:
+        """Raises:
+        StoreClosedError: ``close`` was called.
+        """
+        if self._closed:
+            raise StoreClosedError("the store was closed")
+
+    def close(self) -> None:
+        """Close every connection. Idempotent."""
+        self._closed = True
+        for pool in (self._seed, *self._others.values()):
+            pool.disconnect()
+
+
+def _one(connection: Any, parts: Sequence[bytes | str | int]) -> Any:
+    pieces = connection.pack_command(*parts)
+    if len(pieces) > 1 and sum(map(len, pieces)) < ONE_SEND_BYTES:
+        # A row is one write to the socket: the server wakes once for it.
+        pieces = [b"".join(pieces)]
+    connection.send_packed_command(pieces)
+    return connection.read_response(disable_decoding=True)
+
+
+def _is_passing(error: RedisError) -> bool:
+    if isinstance(error, RedisTimeoutError | AuthenticationError):
+        return False
+    if isinstance(error, _PASSING):
+        return True
+    return isinstance(error, ResponseError) and str(error).startswith(_PASSING_WORDS)
+
+
+def to_store_error(error: RedisError) -> StoreError:
+    """Our error for one of redis-py."""
+    got = f"{type(error).__name__}: {error}"
+    if isinstance(error, RedisTimeoutError):
+        return StoreTimeoutError("the server did not answer in time", got=got)
+    if isinstance(error, OutOfMemoryError) or _FULL.search(str(error)):
+        return StoreFullError("the server has no room", got=got)
+    if isinstance(error, AuthenticationError | NoPermissionError):
+        return StoreError("the server refuses us", got=got)
+    if _is_passing(error) or str(error).startswith("MISCONF"):
+        return StoreUnavailableError("the server does not answer", got=got)
+    return StoreError("the server refused", got=got)
+
+
+def shown(url: str) -> str:
+    """The URL without its password."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    user = f"{parts.username}:***@" if parts.username else ":***@"
+    return urlunsplit(parts._replace(netloc=user + parts.netloc.rpartition("@")[2]))

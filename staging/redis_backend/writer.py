@@ -1,0 +1,135 @@
+"""Puts rows into a Redis store."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final
+
+import pyarrow as pa
+
+from tokenplane.schemas.errors import (
+    KeyConflictError,
+    SchemaMismatchError,
+    SealedPartitionError,
+    StoreError,
+    StoreFullError,
+)
+from tokenplane.staging.redis_backend.connection import RedisConnection
+from tokenplane.staging.redis_backend.rows import stored_content
+from tokenplane.staging.redis_backend.scripts import PUT
+from tokenplane.staging.row_packing import PackedRow, pack_row
+from tokenplane.staging.row_split import split_message
+from tokenplane.staging.store_types import Blob
+
+UPLOAD_FROM_BYTES: Final = 65536
+"""Blobs from this size on are sent only after the server said that it lacks them, and beside the
+script: a script copies its arguments several times."""
+UPLOAD_S: Final = 3600
+FIRST_POLL_S: Final = 0.01
+LONGEST_POLL_S: Final = 0.25
+
+
+class RedisWriter:
+    """See ``RedisStore.put``.
+
+    A row is one script, and one round trip. Sent again after a lost reply it finds its own nonce
+    and says that it wrote.
+
+    Args:
+        created_at: Unix seconds from which the age of a row counts.
+    """
+
+    def __init__(
+        self,
+        connection: RedisConnection,
+        total: bytes,
+        *,
+        max_bytes: int | None,
+        full_wait_s: float,
+        created_at: Callable[[], float],
+    ) -> None:
+        self._connection = connection
+        self._total = total
+        self._max_bytes = max_bytes
+        self._full_wait_s = full_wait_s
+        self._created_at = created_at
+
+    def put(self, partition: str, key: str, row: pa.RecordBatch, blobs: Sequence[Blob]) -> bool:
+        """See ``StagingStore.put``."""
+        packed = pack_row(partition, key, row)
+        contents = {blob.sha256: blob for blob in blobs}
+        split = split_message(packed.message, row, partition, key)
+        token_part, rest = split or (b"", packed.message)
+        nonce = uuid.uuid4().bytes
+        content = stored_content(packed.binding, nonce, self._created_at(), rest)
+        big = {sha for sha, blob in contents.items() if blob.nbytes >= UPLOAD_FROM_BYTES}
+        args: list[bytes | str | int] = [
+            "",
+            partition,
+            key,
+            packed.binding,
+            nonce,
+            packed.label,
+            content,
+            token_part,
+            len(packed.message),
+            "" if self._max_bytes is None else self._max_bytes,
+        ]
+        for sha, blob in contents.items():
+            args += [sha, blob.nbytes, b"" if sha in big else bytes(blob.data)]
+        uploads: list[bytes] = []
+        try:
+            while True:
+                verdict, *context = self._when_there_is_room(args, key)
+                if verdict == b"new":
+                    uploads.clear()  # the row has taken them
+                if verdict != b"blobs":
+                    return _put_result(verdict, context, partition, key, packed)
+                for sha in context:
+                    uploads.append(self._total[:-1] + b"u:" + nonce + sha)
+                    data = bytes(contents[sha].data)
+                    self._connection.command("SET", uploads[-1], data, "EX", UPLOAD_S)
+        finally:
+            if uploads:
+                with suppress(StoreError):
+                    self._connection.command("UNLINK", *uploads)
+
+    def _when_there_is_room(self, args: list[bytes | str | int], key: str) -> list[bytes]:
+        """The verdict of the put script, once it is another than ``full``."""
+        deadline = time.monotonic() + self._full_wait_s
+        wait = FIRST_POLL_S
+        while True:
+            verdict: list[bytes] = self._connection.script(PUT, [self._total], *args)
+            if verdict[0] != b"full":
+                return verdict
+            need, used = (int(value) for value in verdict[1:])
+            budget = self._max_bytes or 0
+            left = deadline - time.monotonic()
+            if need > budget or left <= 0:
+                raise StoreFullError(
+                    "the byte budget is used up",
+                    expected=f"{need} bytes free",
+                    got=f"{used} of {budget} used",
+                    key=key,
+                )
+            time.sleep(min(wait, left))
+            wait = min(2 * wait, LONGEST_POLL_S)
+
+
+def _put_result(
+    verdict: bytes, context: list[bytes], partition: str, key: str, packed: PackedRow
+) -> bool:
+    if verdict == b"conflict":
+        raise KeyConflictError("another row is stored under this key", key=key)
+    if verdict == b"sealed":
+        raise SealedPartitionError("the partition takes no more rows", key=partition)
+    if verdict == b"label":
+        raise SchemaMismatchError(
+            f"partition {partition!r} holds another kind of row",
+            expected=context[0].decode(),
+            got=packed.label,
+        )
+    return verdict == b"new"

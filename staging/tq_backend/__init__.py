@@ -1,0 +1,1 @@
+"""`tq:`: TransferQueue on Ray behind a durable journal."""

@@ -1,0 +1,188 @@
+"""Publishes a journal's rows into a TransferQueue as they come, and again after a loss."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Buffer, Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from tokenplane.schemas.errors import StoreClosedError, StoreError, TokenplaneError
+from tokenplane.staging.row_packing import PackedRow
+from tokenplane.staging.store import StagingStore
+from tokenplane.staging.store_types import Blob
+from tokenplane.staging.tq_backend.payload import blob_name, row_name, wrap
+from tokenplane.staging.tq_backend.replay import replay
+
+if TYPE_CHECKING:
+    from tokenplane.staging.tq_backend.link import QueueLink
+
+logger = logging.getLogger("tokenplane.staging")
+
+CHECK_S: Final = 5.0
+FIRST_WAIT_S: Final = 0.2
+LONGEST_WAIT_S: Final = 30.0
+
+
+class Publisher:
+    """Publishes while the queue answers; otherwise rows wait in the journal.
+
+    After any failure a thread finds the queue again and replays: what the journal has and the queue
+    lacks is published, and what the queue has of this journal's removed rows is cleared.
+
+    Args:
+        origin: 16 bytes that name the journal; all processes that share it share them.
+        connect: gives a link to a working queue, or raises a ``StoreError``.
+    """
+
+    def __init__(
+        self, journal: StagingStore, origin: bytes, connect: Callable[[], QueueLink]
+    ) -> None:
+        self._journal = journal
+        self._origin = origin
+        self._tag = origin.hex()
+        self._connect = connect
+        self._state = threading.Condition()
+        self._link: QueueLink | None = None
+        self._error: StoreError | None = None
+        # Replays asked for and done so far; one that starts now answers all requests until now.
+        self._asked = 1
+        self._done = 0
+        self._urgent = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="tq-publisher", daemon=True)
+        self._thread.start()
+
+    @property
+    def link(self) -> QueueLink | None:
+        """The queue, while it answers."""
+        return self._link
+
+    @property
+    def error(self) -> StoreError | None:
+        """Why the queue is not in use; None while it is."""
+        return self._error
+
+    def put(self, partition: str, key: str, packed: PackedRow, blobs: Sequence[Blob]) -> bool:
+        """Publish one row with its blobs; False if it has to wait for the queue.
+
+        They are one batch, which readers see at once.
+        """
+        link = self._link
+        if link is None:
+            return False
+        try:
+            content = {b.sha256: self._entry(blob_name(b.sha256), b.sha256, b.data) for b in blobs}
+            row = self._entry(row_name(partition, key), packed.binding, packed.message)
+            link.put([*content.values(), row])
+        except StoreError as exc:
+            self.give_up(link, exc)
+            return False
+        return True
+
+    def _entry(self, name: str, binding: bytes, content: Buffer) -> tuple[str, bytearray, str]:
+        return name, wrap(name, self._origin, binding, content), self._tag
+
+    def clear(self, partition: str, keys: Sequence[str]) -> None:
+        """Remove rows from the queue; what cannot be removed now goes with the next replay."""
+        link = self._link
+        if link is not None:
+            try:
+                link.clear([row_name(partition, key) for key in keys])
+            except StoreError as exc:
+                self.give_up(link, exc)
+
+    def request_tidying(self) -> None:
+        """Replay at the next check: something may have to be cleared."""
+        with self._state:
+            self._asked += 1
+
+    def wait(self, timeout_s: float) -> bool:
+        """True when the queue holds what the journal holds; False when the time is over."""
+        with self._state:
+            self._urgent = self._done < self._asked
+            self._state.notify_all()
+            self._state.wait_for(lambda: self._is_level() or self._closed, timeout_s)
+            return self._is_level()
+
+    def _is_level(self) -> bool:
+        return self._done >= self._asked and self._link is not None
+
+    def close(self, *, join_s: float = 2.0) -> None:
+        """End the thread and the link. Idempotent."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        self._thread.join(join_s)
+        self._drop_link()
+
+    def give_up(self, link: QueueLink, error: StoreError) -> None:
+        """The link failed: use it no more, find the queue again."""
+        with self._state:
+            if self._link is not link or self._closed:
+                return
+            self._link = None
+            self._error = error
+            self._asked += 1
+            self._urgent = True
+            self._state.notify_all()
+        logger.warning("rows wait in the journal, the queue does not answer: %s", error)
+        link.close()
+
+    def _drop_link(self) -> None:
+        with self._state:
+            link, self._link = self._link, None
+            self._asked += 1
+        if link is not None:
+            link.close()
+
+    def _run(self) -> None:
+        wait = FIRST_WAIT_S
+        while not self._closed:
+            try:
+                self._step()
+                wait = FIRST_WAIT_S
+            except StoreClosedError:
+                return
+            except TokenplaneError as exc:
+                if self._closed:
+                    return
+                self._error = exc if isinstance(exc, StoreError) else StoreError(str(exc))
+                logger.warning("TransferQueue: %s", exc)
+                self._drop_link()
+                with self._state:
+                    self._state.wait_for(lambda: self._closed, wait)
+                wait = min(2 * wait, LONGEST_WAIT_S)
+
+    def _step(self) -> None:
+        link = self._link or self._open_link()
+        if link is None:
+            return
+        with self._state:
+            target, self._urgent = self._asked, False
+        if self._done < target:
+            started = time.monotonic()
+            published, cleared = replay(self._journal, self._origin, link)
+            with self._state:
+                self._done = target
+                self._state.notify_all()
+            if published or cleared:
+                spent = time.monotonic() - started
+                logger.info("queue: %d published, %d cleared, %.1f s", published, cleared, spent)
+        with self._state:
+            if self._state.wait_for(lambda: self._urgent or self._closed, CHECK_S):
+                return
+        link.check()
+
+    def _open_link(self) -> QueueLink | None:
+        link = self._connect()
+        with self._state:
+            if not self._closed:
+                # From here on puts publish by themselves, so the replay that follows misses none.
+                self._link = link
+                self._error = None
+                self._asked += 1
+                return link
+        link.close()
+        return None

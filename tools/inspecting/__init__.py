@@ -1,0 +1,1 @@
+"""`tokenplane inspect`."""

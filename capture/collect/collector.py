@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from tokenplane.capture.active_call import code_of
 from tokenplane.capture.collect.linearize import terminal_chain, verify_and_linearize
+from tokenplane.capture.collect.published import standing_rows
 from tokenplane.capture.collect.receipt import Strictness, build_receipt
 from tokenplane.capture.collect.terminal import select_terminal_call
 from tokenplane.capture.collect.training_rows import RolloutOutcome, placeholder, to_training_row
@@ -200,16 +201,25 @@ class Collector:
     ) -> PublishReport:
         """Publish rows durably, each once; then, and only then, remove their staged rows.
 
-        Publishing the same rows again adds nothing. ``clean_partition`` None keeps staged rows.
+        Publishing the same rows again adds nothing. Nor does a placeholder of a rollout that was
+        collected again after its staged rows were removed: the published rows stand, and it counts
+        as already there (see ``published.standing_rows``). ``clean_partition`` None keeps staged
+        rows.
 
         Raises:
-            KeyConflictError: another row is published under a row id.
+            KeyConflictError: another row is published under a row id, or with another reward or
+                group.
             StoreError: the store refuses a row; rows before it are published.
         """
-        fresh = sum(store.put(partition, row.row_id, row.to_batch()) for row in rows)
+        fresh = 0
+        standing: list[TrainingRow] = []
+        for row in rows:
+            stands = standing_rows(row, store, partition=partition)
+            standing += stands or [row]
+            fresh += not stands and store.put(partition, row.row_id, row.to_batch())
         cleaned, error = 0, None
         if clean_partition is not None:
-            keys = [span.staging_key for row in rows for span in row.call_spans]
+            keys = [span.staging_key for row in standing for span in row.call_spans]
             try:
                 cleaned = store.discard(clean_partition, keys) if keys else 0
             except StoreError as exc:

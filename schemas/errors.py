@@ -15,6 +15,7 @@
     │   ├── CorruptRowError             corrupt_row
     │   ├── SchemaMismatchError         schema_mismatch
     │   ├── SealedPartitionError        sealed_partition
+    │   ├── RowHeldError                row_held                retryable
     │   ├── StoreFullError              store_full              retryable
     │   ├── StoreUnavailableError       store_unavailable       retryable
     │   ├── StoreTimeoutError           store_timeout           retryable
@@ -162,6 +163,13 @@ class SealedPartitionError(StoreError):
     """The partition was sealed and takes no more rows."""
 
     code = "sealed_partition"
+
+
+class RowHeldError(StoreError):
+    """A row is being read under a live hold and cannot be removed now. ``key`` is the first one."""
+
+    code = "row_held"
+    retryable = True
 
 
 class StoreFullError(StoreError):

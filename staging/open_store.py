@@ -15,7 +15,7 @@ BACKENDS = {
     "file": "tokenplane.staging.file_backend.store:open_file_store",
     "redis": "tokenplane.staging.redis_backend.store:open_redis_store",
     "rediss": "tokenplane.staging.redis_backend.store:open_redis_store",
-    "tq": "tokenplane.staging.tq_backend.store:open_tq_store",
+    "tq": "tokenplane.staging.tq_backend.opening:open_tq_store",
 }
 """URL scheme to ``module:function``; the function takes a ``StoreUrl`` and ``clock``.
 

@@ -12,6 +12,7 @@ from tokenplane.staging.store_types import (
     Blob,
     Claimed,
     Durability,
+    Hold,
     RetentionPolicy,
     Sharing,
     StoreStats,
@@ -77,6 +78,9 @@ class StagingStore(Protocol):
         """Remove rows (leased ones too) and the blobs that lose their last row.
 
         Idempotent: keys without a row count nothing. Returns the number of rows removed.
+
+        Raises:
+            RowHeldError: somebody is reading one of the rows; none was removed.
         """
         ...
 
@@ -105,6 +109,8 @@ class StagingStore(Protocol):
         max_rows: int,
         lease_s: float,
         group_column: str | None = None,
+        group_size: int | None = None,
+        group_wait_s: float | None = None,
     ) -> list[Claimed]:
         """Lease the oldest rows that ``consumer`` has neither acknowledged nor under lease.
 
@@ -114,9 +120,15 @@ class StagingStore(Protocol):
             group_column: rows with one value in this column are handed out together or not at all
                 (null stands alone). A group with a row under lease waits. Groups are taken while
                 they fit into ``max_rows``; the first one is taken whole even if it does not.
+            group_size: a group of which the consumer was given nothing yet waits for this many
+                rows: its members may be published one by one. None: it is taken as it is.
+            group_wait_s: a smaller group is taken as it is when its newest row is this old, so that
+                a member that never comes holds up nobody for ever. None: it waits, and shows in the
+                backlog.
 
         Raises:
-            ConfigError: ``max_rows`` < 1 or ``lease_s`` <= 0.
+            ConfigError: ``max_rows`` < 1, ``lease_s`` <= 0, or a group's size or wait without what
+                it goes with.
         """
         ...
 
@@ -129,6 +141,29 @@ class StagingStore(Protocol):
 
     def release(self, partition: str, consumer: str, keys: Sequence[str]) -> int:
         """Give leases back early: the rows can be claimed again at once. Counts live leases."""
+        ...
+
+    def hold(self, partition: str, prefix: str = "", *, lease_s: float) -> Hold:
+        """Keep every row whose key starts with ``prefix`` while it is read; those that come too.
+
+        When it returns, what is there stays there: ``sweep`` passes held rows over and ``discard``
+        refuses them, in every process that sees the rows (``shared``), until ``end_hold`` or for
+        ``lease_s`` seconds by the store's clock. Holds do not exclude each other.
+
+        Raises:
+            ConfigError: ``lease_s`` <= 0.
+        """
+        ...
+
+    def extend_hold(self, hold: Hold, *, lease_s: float) -> bool:
+        """Let a live hold last ``lease_s`` seconds from now.
+
+        False: it has ended before, nothing is held, and rows may be gone.
+        """
+        ...
+
+    def end_hold(self, hold: Hold) -> None:
+        """The rows were read. Idempotent."""
         ...
 
     def stats(self, partition: str | None = None, prefix: str = "") -> StoreStats:

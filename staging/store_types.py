@@ -62,6 +62,18 @@ class Claimed:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """Keeps the rows of a partition whose keys start with ``prefix`` from being removed."""
+
+    partition: str
+    prefix: str
+    hold_id: str
+    """32 hexadecimal digits."""
+    expires_at_s: float
+    """Unix seconds by the store's clock; a reader that died holds nothing up from then on."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """Sizes of a store, of one partition, or of one key prefix in it."""
 
@@ -83,7 +95,7 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """Which rows ``sweep`` may remove. A row under a live lease is never among them."""
+    """Which rows ``sweep`` may remove. A row under a live lease or hold is never among them."""
 
     max_age_s: float | None = None
     """Rows that are at least this old go; 0 clears, None removes no row."""
@@ -93,13 +105,17 @@ class RetentionPolicy:
     """Only rows whose key starts so."""
     include_backlog: bool = False
     """Also rows that a known consumer of the partition has not acknowledged."""
-    orphan_age_s: float = 3600.0
-    """Files that no row refers to (left by a killed writer) go from this age on."""
+    whole: bool = False
+    """Nothing goes from a partition unless every row with the prefix may go: of a rollout, whose
+    keys have one prefix, all or none. Decided and done in one step."""
+    orphan_age_s: float | None = 3600.0
+    """Files that no row refers to (left by a killed writer) go from this age on; None leaves them,
+    and does not give freed room back to the file system: for one of many sweeps in a row."""
 
     def __post_init__(self) -> None:
         if self.max_age_s is not None and not self.max_age_s >= 0:
             raise ConfigError("max_age_s", expected=">= 0", got=self.max_age_s)
-        if not self.orphan_age_s >= 0:
+        if self.orphan_age_s is not None and not self.orphan_age_s >= 0:
             raise ConfigError("orphan_age_s", expected=">= 0", got=self.orphan_age_s)
 
 
@@ -121,3 +137,5 @@ class SweepReport:
     """Messages and blobs that are left."""
     max_bytes: int | None
     dry_run: bool
+    kept_held: int = 0
+    """Rows old enough and not leased, but under a live hold: somebody is reading them."""

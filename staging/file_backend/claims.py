@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from tokenplane.schemas.errors import StoreUnavailableError
-from tokenplane.staging.claim_order import choose_groups, group_value
+from tokenplane.staging.claim_order import GroupRule, PendingRow, choose_groups, group_value
 from tokenplane.staging.file_backend.database import Database
 from tokenplane.staging.file_backend.rows import read_by_seq, to_json
 from tokenplane.staging.file_backend.schema import Sql
@@ -21,7 +21,7 @@ CLAIM_TRIES: Final = 100
 
 # All rows up to a consumer's watermark are acknowledged: claiming never walks over them again.
 _PENDING = """
-SELECT r.seq, coalesce(d.acked=0 AND d.expires_at>:now, 0)
+SELECT r.seq, coalesce(d.acked=0 AND d.expires_at>:now, 0), d.seq IS NOT NULL, r.created_at
 FROM rows r INDEXED BY rows_order
 LEFT JOIN deliveries d ON d.consumer_id=:consumer AND d.seq=r.seq
 WHERE r.partition_id=:partition AND r.seq>:watermark AND coalesce(d.acked, 0)=0
@@ -69,15 +69,15 @@ class Claims:
         self._database = database
         self._sealed = sealed
         self._clock = clock
-        self._groups: dict[tuple[str, int], object] = {}
+        self._groups: dict[tuple[str, int], Hashable] = {}
 
     def claim(
-        self, partition: str, consumer: str, max_rows: int, lease_s: float, column: str | None
+        self, partition: str, consumer: str, max_rows: int, lease_s: float, rule: GroupRule | None
     ) -> list[Claimed]:
         """Lease rows and read them."""
         self._introduce(partition, consumer)
         for _ in range(CLAIM_TRIES):
-            groups = self._choose(partition, consumer, max_rows, column)
+            groups = self._choose(partition, consumer, max_rows, rule)
             leased = self._lease(partition, consumer, groups, lease_s) if groups else []
             if leased or not groups:
                 return self._read(partition, leased)
@@ -123,7 +123,7 @@ class Claims:
             ]
 
     def _choose(
-        self, partition: str, consumer: str, max_rows: int, column: str | None
+        self, partition: str, consumer: str, max_rows: int, rule: GroupRule | None
     ) -> list[tuple[int, ...]]:
         """Groups to take, chosen outside the write transaction: it may read many rows."""
         with self._database.read() as db:
@@ -132,16 +132,17 @@ class Claims:
             if reader is None:
                 return []
             now = self._clock()
-            if column is None:
+            if rule is None:
                 tail = " ORDER BY r.seq LIMIT :limit"
                 return [(seq,) for seq in _free(db, reader, now, tail, limit=max_rows)]
+            found = db.execute(_PENDING, _values(reader, now)).fetchall()
             rows = (
-                (seq, self._group(db, partition, seq, column), bool(leased))
-                for seq, leased in db.execute(_PENDING, _values(reader, now)).fetchall()
+                PendingRow(seq, self._group(db, partition, seq, rule.column), leased, given, at)
+                for seq, leased, given, at in found
             )
-            return choose_groups(rows, max_rows)
+            return choose_groups(rows, max_rows, rule, now)
 
-    def _group(self, db: Sql, partition: str, seq: int, column: str) -> object:
+    def _group(self, db: Sql, partition: str, seq: int, column: str) -> Hashable:
         """The row's group; remembered, for a row number names one row for ever."""
         place = (column, seq)
         if place not in self._groups:

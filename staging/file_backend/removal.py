@@ -12,7 +12,9 @@ from tokenplane.schemas.errors import StoreFullError
 from tokenplane.staging.file_backend.blobs import BlobFiles
 from tokenplane.staging.file_backend.database import Database
 from tokenplane.staging.file_backend.errors import file_errors
-from tokenplane.staging.file_backend.rows import key_range, to_json
+from tokenplane.staging.file_backend.holds import check_not_held
+from tokenplane.staging.file_backend.judging import Judged, judge, partitions_of, removable
+from tokenplane.staging.file_backend.rows import to_json
 from tokenplane.staging.file_backend.schema import STORE_ROW, Sql, only_row
 from tokenplane.staging.file_backend.sealed import SealedFiles
 from tokenplane.staging.store_types import RetentionPolicy, SweepReport
@@ -20,23 +22,6 @@ from tokenplane.staging.store_types import RetentionPolicy, SweepReport
 BATCH_ROWS: Final = 500
 """Rows removed in one transaction: writers wait no longer than that takes."""
 VACUUM_PAGES: Final = 2000
-
-_OLD = """
-SELECT r.seq, r.bytes, r.leased, r.pending FROM (
-    SELECT o.seq, o.bytes,
-        EXISTS(
-            SELECT 1 FROM consumers c JOIN deliveries d ON d.consumer_id=c.id AND d.seq=o.seq
-            WHERE c.partition_id=o.partition_id AND d.acked=0 AND d.expires_at>:now
-        ) AS leased,
-        EXISTS(
-            SELECT 1 FROM consumers c LEFT JOIN deliveries d ON d.consumer_id=c.id AND d.seq=o.seq
-            WHERE c.partition_id=o.partition_id AND o.seq>c.watermark AND coalesce(d.acked, 0)=0
-        ) AS pending
-    FROM rows o
-    WHERE o.partition_id=:partition AND o.created_at<=:limit {where}
-) AS r
-"""
-_REMOVABLE = " WHERE NOT leased AND (NOT pending OR :include_backlog) LIMIT :batch"
 
 
 @dataclass(slots=True)
@@ -84,6 +69,7 @@ class Removal:
             ).fetchall()
             removed = _Removed()
             if rows:
+                check_not_held(db, partition, keys, self._clock())
                 removed = _remove(db, rows[0][1], [seq for seq, _ in rows])
         self._unlink(removed)
         return removed.rows
@@ -93,17 +79,17 @@ class Removal:
         now = self._clock()
         with self._database.read() as db:
             db.execute("BEGIN")
-            plan, kept_leased, kept_backlog = _plan(db, policy, now)
-            orphans = self._blobs.orphans(db, policy.orphan_age_s)
-            strays = self._stray_files(db, policy.orphan_age_s)
+            plan, kept = _plan(db, policy, now)
+            orphans, strays = self._leftovers(db, policy.orphan_age_s)
         if not dry_run:
             plan = _Removed()
-            for partition_id in self._partitions(policy):
-                plan.add(self._sweep_partition(partition_id, policy, now))
+            for partition_id, name in self._partitions(policy):
+                plan.add(self._sweep_partition(partition_id, name, policy, now))
             self._unlink_orphans(orphans)
             with file_errors():
                 self._sealed.unlink([path.name for path in strays])
-            self._shrink()
+            if policy.orphan_age_s is not None:
+                self._shrink()
         with self._database.read() as db:
             query = "SELECT bytes FROM partitions WHERE id=?"
             (left,) = only_row(db.execute(query, (STORE_ROW,)))
@@ -114,29 +100,43 @@ class Removal:
             bytes=plan.nbytes,
             blobs=len(plan.blobs) + len(orphans),
             blob_bytes=sum(plan.blobs.values()) + sum(size for _, size in orphans),
-            kept_leased=kept_leased,
-            kept_backlog=kept_backlog,
+            kept_leased=kept["leased"],
+            kept_held=kept["held"],
+            kept_backlog=kept["backlog"],
             remaining_bytes=left,
             max_bytes=self._max_bytes,
             dry_run=dry_run,
         )
 
-    def _partitions(self, policy: RetentionPolicy) -> list[int]:
-        with self._database.read() as db:
-            return _partition_ids(db, policy)
+    def _leftovers(self, db: Sql, age_s: float | None) -> tuple[list[tuple[Path, int]], list[Path]]:
+        if age_s is None:
+            return [], []
+        return self._blobs.orphans(db, age_s), self._stray_files(db, age_s)
 
-    def _sweep_partition(self, partition_id: int, policy: RetentionPolicy, now: float) -> _Removed:
-        """In batches, each decided anew inside its transaction: a lease may have come."""
+    def _partitions(self, policy: RetentionPolicy) -> list[tuple[int, str]]:
+        with self._database.read() as db:
+            return partitions_of(db, policy)
+
+    def _sweep_partition(
+        self, partition_id: int, name: str, policy: RetentionPolicy, now: float
+    ) -> _Removed:
+        """In batches, each decided anew inside its transaction: a lease or hold may have come."""
         total = _Removed()
         while True:
             with self._database.write() as db:
-                query, values = _old_rows(partition_id, policy, now)
-                values |= {"include_backlog": policy.include_backlog, "batch": BATCH_ROWS}
-                seqs = [row[0] for row in db.execute(query + _REMOVABLE, values)]
+                seqs = removable(
+                    db,
+                    partition_id,
+                    name,
+                    policy,
+                    now=self._clock(),
+                    started=now,
+                    batch=BATCH_ROWS,
+                )
                 removed = _remove(db, partition_id, seqs)
             self._unlink(removed)
             total.add(removed)
-            if len(seqs) < BATCH_ROWS:
+            if policy.whole or len(seqs) < BATCH_ROWS:
                 return total
 
     def _unlink(self, removed: _Removed) -> None:
@@ -183,55 +183,26 @@ class Removal:
             return
 
 
-def _partition_ids(db: Sql, policy: RetentionPolicy) -> list[int]:
-    if policy.max_age_s is None:
-        return []
-    rows = db.execute(
-        "SELECT id FROM partitions WHERE id<>? AND rows>0 AND (?2 IS NULL OR name=?2)",
-        (STORE_ROW, policy.partition),
-    )
-    return [partition_id for (partition_id,) in rows]
-
-
-def _old_rows(
-    partition_id: int, policy: RetentionPolicy, now: float
-) -> tuple[str, dict[str, float | str]]:
-    where, bounds = key_range(policy.prefix)
-    names = [":low", ":high"][: len(bounds)]
-    for name in names:
-        where = where.replace("?", name, 1)
-    values: dict[str, float | str] = {
-        "partition": partition_id,
-        "now": now,
-        "limit": now - (policy.max_age_s or 0.0),
-    }
-    values |= {name[1:]: bound for name, bound in zip(names, bounds, strict=True)}
-    return _OLD.format(where=where), values
-
-
-def _plan(db: Sql, policy: RetentionPolicy, now: float) -> tuple[_Removed, int, int]:
-    """(what would go, rows kept for a lease, rows kept for a consumer) as of this snapshot."""
-    plan = _Removed()
-    kept_leased = kept_backlog = 0
+def _plan(db: Sql, policy: RetentionPolicy, now: float) -> tuple[_Removed, dict[str, int]]:
+    """(what would go, how many rows are kept and why) as of this snapshot."""
+    plan, kept = _Removed(), Judged().kept
     lost: dict[bytes, int] = {}
-    for partition_id in _partition_ids(db, policy):
-        query, values = _old_rows(partition_id, policy, now)
-        for seq, size, leased, pending in db.execute(query, values).fetchall():
-            if leased:
-                kept_leased += 1
-            elif pending and not policy.include_backlog:
-                kept_backlog += 1
-            else:
-                plan.rows += 1
-                plan.nbytes += size
-                for (sha,) in db.execute("SELECT sha256 FROM blob_refs WHERE seq=?", (seq,)):
-                    lost[sha] = lost.get(sha, 0) + 1
+    for partition_id, name in partitions_of(db, policy):
+        judged = judge(db, partition_id, name, policy, now)
+        kept = {why: count + judged.kept[why] for why, count in kept.items()}
+        if policy.whole and any(judged.kept.values()):
+            continue
+        plan.rows += len(judged.seqs)
+        plan.nbytes += judged.sizes
+        for seq in judged.seqs:
+            for (sha,) in db.execute("SELECT sha256 FROM blob_refs WHERE seq=?", (seq,)):
+                lost[sha] = lost.get(sha, 0) + 1
     for sha, count in lost.items():
         query = "SELECT bytes, refs FROM blobs WHERE sha256=?"
         size, refs = only_row(db.execute(query, (sha,)))
         if refs == count:
             plan.blobs[sha] = size
-    return plan, kept_leased, kept_backlog
+    return plan, kept
 
 
 def _remove(db: Sql, partition_id: int, seqs: Sequence[int]) -> _Removed:

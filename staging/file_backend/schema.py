@@ -82,6 +82,12 @@ CREATE TABLE chunks(
     length INTEGER NOT NULL,
     sha256 BLOB NOT NULL
 ) STRICT;
+CREATE TABLE holds(
+    hold_id TEXT PRIMARY KEY,
+    partition TEXT NOT NULL,
+    prefix TEXT NOT NULL,
+    expires_at REAL NOT NULL
+) STRICT, WITHOUT ROWID;
 """
 
 

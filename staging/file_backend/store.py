@@ -16,12 +16,13 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from tokenplane.schemas.errors import ConfigError, InvalidKeyError, MissingRowError
-from tokenplane.staging.claim_order import check_claim
+from tokenplane.staging.claim_order import check_claim, check_lease
 from tokenplane.staging.file_backend.blobs import BlobFiles
 from tokenplane.staging.file_backend.claims import Claims
 from tokenplane.staging.file_backend.database import Database
 from tokenplane.staging.file_backend.directory import check_format, make_directory
 from tokenplane.staging.file_backend.errors import file_errors
+from tokenplane.staging.file_backend.holds import Holds
 from tokenplane.staging.file_backend.removal import Removal
 from tokenplane.staging.file_backend.rows import Scan, list_keys, read_by_key
 from tokenplane.staging.file_backend.schema import check_sqlite_version, create_database
@@ -40,6 +41,7 @@ from tokenplane.staging.store_types import (
     Blob,
     Claimed,
     Durability,
+    Hold,
     RetentionPolicy,
     Sharing,
     StoreStats,
@@ -103,6 +105,7 @@ class FileStore:
             clock=clock,
         )
         self._claims = Claims(self._database, self._sealed, clock)
+        self._holds = Holds(self._database, clock)
         self._removal = Removal(
             self._database, self._blobs, self._sealed, max_bytes=max_bytes, clock=clock
         )
@@ -166,12 +169,14 @@ class FileStore:
         max_rows: int,
         lease_s: float,
         group_column: str | None = None,
+        group_size: int | None = None,
+        group_wait_s: float | None = None,
     ) -> list[Claimed]:
         """See ``StagingStore.claim``."""
         check_name(partition, "partition")
         check_name(consumer, "consumer")
-        check_claim(max_rows, lease_s)
-        return self._claims.claim(partition, consumer, max_rows, lease_s, group_column)
+        rule = check_claim(max_rows, lease_s, group_column, group_size, group_wait_s)
+        return self._claims.claim(partition, consumer, max_rows, lease_s, rule)
 
     def ack(self, partition: str, consumer: str, keys: Sequence[str]) -> int:
         """See ``StagingStore.ack``."""
@@ -184,6 +189,22 @@ class FileStore:
         check_name(partition, "partition")
         check_name(consumer, "consumer")
         return self._claims.release(partition, consumer, check_keys(keys))
+
+    def hold(self, partition: str, prefix: str = "", *, lease_s: float) -> Hold:
+        """See ``StagingStore.hold``."""
+        check_name(partition, "partition")
+        check_prefix(prefix)
+        check_lease(lease_s)
+        return self._holds.hold(partition, prefix, lease_s)
+
+    def extend_hold(self, hold: Hold, *, lease_s: float) -> bool:
+        """See ``StagingStore.extend_hold``."""
+        check_lease(lease_s)
+        return self._holds.extend(hold, lease_s)
+
+    def end_hold(self, hold: Hold) -> None:
+        """See ``StagingStore.end_hold``."""
+        self._holds.end(hold)
 
     def stats(self, partition: str | None = None, prefix: str = "") -> StoreStats:
         """See ``StagingStore.stats``."""

@@ -28,6 +28,10 @@ class Consumer:
         lease = self.leases.get(seq)
         return lease is not None and lease.expires_at_s > now
 
+    def was_given(self, seq: int) -> bool:
+        """True if the row was delivered before and not acknowledged since."""
+        return seq in self.leases
+
     def lease(self, seqs: Iterable[int], now: float, lease_s: float) -> list[tuple[int, Lease]]:
         """New leases for rows that the caller knows to be free."""
         lease_id = uuid.uuid4().hex

@@ -10,7 +10,7 @@ import pyarrow as pa
 from tokenplane.schemas.errors import SchemaMismatchError, SealedPartitionError
 from tokenplane.staging.memory_backend.claims import Consumer
 from tokenplane.staging.row_packing import PackedRow, unpack_row
-from tokenplane.staging.store_types import Blob, RetentionPolicy, StoreStats, SweepReport
+from tokenplane.staging.store_types import Blob, Hold, StoreStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,8 @@ class MemoryState:
 
     partitions: dict[str, Partition] = field(default_factory=dict)
     blobs: dict[bytes, _Content] = field(default_factory=dict)
+    holds: dict[str, Hold] = field(default_factory=dict)
+    """By their ids; ended ones go when a new one comes."""
     nbytes: int = 0
     last_seq: int = 0
 
@@ -114,6 +116,18 @@ class MemoryState:
                 self.nbytes -= len(content.data)
         held.sealed = held.sealed and bool(held.rows)
 
+    def is_held(self, partition: str, key: str, now: float) -> bool:
+        """True while somebody reads rows whose keys start like this one."""
+        return any(
+            hold.partition == partition and key.startswith(hold.prefix) and hold.expires_at_s > now
+            for hold in self.holds.values()
+        )
+
+    def add_hold(self, hold: Hold, now: float) -> None:
+        """Keep rows from being removed."""
+        self.holds = {i: old for i, old in self.holds.items() if old.expires_at_s > now}
+        self.holds[hold.hold_id] = hold
+
     def stats(
         self, partition: str | None, prefix: str, now: float, max_bytes: int | None
     ) -> StoreStats:
@@ -144,48 +158,4 @@ class MemoryState:
             backlog=backlog,
             leased=leased,
             sealed=tuple(sorted(name for name, held in chosen.items() if held.sealed)),
-        )
-
-    def sweep(
-        self, policy: RetentionPolicy, now: float, max_bytes: int | None, *, dry_run: bool
-    ) -> SweepReport:
-        """See ``StagingStore.sweep``."""
-        doomed: list[tuple[Partition, str]] = []
-        kept_leased = kept_backlog = 0
-        for name, held in self.partitions.items():
-            if policy.max_age_s is None or policy.partition not in (None, name):
-                continue
-            readers = held.consumers.values()
-            for key, row in held.rows.items():
-                if not key.startswith(policy.prefix) or now - row.created_at < policy.max_age_s:
-                    continue
-                if any(reader.is_leased(row.seq, now) for reader in readers):
-                    kept_leased += 1
-                elif not policy.include_backlog and any(
-                    row.seq not in reader.acked for reader in readers
-                ):
-                    kept_backlog += 1
-                else:
-                    doomed.append((held, key))
-        removed = [held.rows[key] for held, key in doomed]
-        lost: dict[bytes, int] = {}
-        for sha in (sha for row in removed for sha in row.blobs):
-            lost[sha] = lost.get(sha, 0) + 1
-        gone = [sha for sha, count in lost.items() if count == self.blobs[sha].refs]
-        row_bytes = sum(len(row.packed.message) for row in removed)
-        blob_bytes = sum(len(self.blobs[sha].data) for sha in gone)
-        remaining = self.nbytes - row_bytes - blob_bytes
-        if not dry_run:
-            for held, key in doomed:
-                self.remove(held, key)
-        return SweepReport(
-            rows=len(removed),
-            bytes=row_bytes,
-            blobs=len(gone),
-            blob_bytes=blob_bytes,
-            kept_leased=kept_leased,
-            kept_backlog=kept_backlog,
-            remaining_bytes=remaining,
-            max_bytes=max_bytes,
-            dry_run=dry_run,
         )

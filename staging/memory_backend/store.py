@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
@@ -14,10 +16,20 @@ from tokenplane.schemas.errors import (
     InvalidKeyError,
     KeyConflictError,
     MissingRowError,
+    RowHeldError,
     StoreClosedError,
     StoreFullError,
 )
-from tokenplane.staging.claim_order import check_claim, choose_groups, group_value
+from tokenplane.staging.claim_order import (
+    GroupRule,
+    PendingRow,
+    check_claim,
+    check_lease,
+    choose_groups,
+    group_value,
+)
+from tokenplane.staging.memory_backend.claims import Consumer
+from tokenplane.staging.memory_backend.retention import Sweep
 from tokenplane.staging.memory_backend.state import MemoryState, Row
 from tokenplane.staging.row_packing import (
     check_blob,
@@ -32,6 +44,7 @@ from tokenplane.staging.store_types import (
     Blob,
     Claimed,
     Durability,
+    Hold,
     RetentionPolicy,
     Sharing,
     StoreStats,
@@ -124,6 +137,10 @@ class MemoryStore:
             state = self._state()
             held = state.partition(partition)
             there = [key for key in wanted if key in held.rows]
+            now = self._clock()
+            for key in there:
+                if state.is_held(partition, key, now):
+                    raise RowHeldError("somebody is reading the row", key=key)
             for key in there:
                 state.remove(held, key)
             self._changed.notify_all()
@@ -169,27 +186,26 @@ class MemoryStore:
         max_rows: int,
         lease_s: float,
         group_column: str | None = None,
+        group_size: int | None = None,
+        group_wait_s: float | None = None,
     ) -> list[Claimed]:
         """See ``StagingStore.claim``."""
         check_name(partition, "partition")
         check_name(consumer, "consumer")
-        check_claim(max_rows, lease_s)
+        rule = check_claim(max_rows, lease_s, group_column, group_size, group_wait_s)
         with self._changed:
             held, reader = self._state().consumer(partition, consumer)
             now = self._clock()
             key_of = {row.seq: key for key, row in held.rows.items() if row.seq not in reader.acked}
-            if group_column is None:
+            if rule is None:
                 seqs = [seq for seq in key_of if not reader.is_leased(seq, now)][:max_rows]
             else:
-                groups = (
-                    (
-                        seq,
-                        group_value(held.rows[key].unpack(partition, key, [group_column])),
-                        reader.is_leased(seq, now),
-                    )
-                    for seq, key in key_of.items()
-                )
-                seqs = sorted(seq for group in choose_groups(groups, max_rows) for seq in group)
+                pending = [
+                    _pending(partition, key, held.rows[key], reader, rule, now)
+                    for key in key_of.values()
+                ]
+                groups = choose_groups(pending, max_rows, rule, now)
+                seqs = sorted(seq for group in groups for seq in group)
             rows = {seq: held.rows[key_of[seq]].unpack(partition, key_of[seq]) for seq in seqs}
             return [
                 Claimed(key_of[seq], rows[seq], lease.lease_id, lease.attempt, lease.expires_at_s)
@@ -214,6 +230,33 @@ class MemoryStore:
             held, reader = self._state().consumer(partition, consumer)
             return reader.release(held.seqs_of(wanted), self._clock())
 
+    def hold(self, partition: str, prefix: str = "", *, lease_s: float) -> Hold:
+        """See ``StagingStore.hold``."""
+        check_name(partition, "partition")
+        check_prefix(prefix)
+        check_lease(lease_s)
+        with self._changed:
+            now = self._clock()
+            hold = Hold(partition, prefix, uuid.uuid4().hex, now + lease_s)
+            self._state().add_hold(hold, now)
+            return hold
+
+    def extend_hold(self, hold: Hold, *, lease_s: float) -> bool:
+        """See ``StagingStore.extend_hold``."""
+        check_lease(lease_s)
+        with self._changed:
+            state, now = self._state(), self._clock()
+            known = state.holds.get(hold.hold_id)
+            if known is None or known.expires_at_s <= now:
+                return False
+            state.add_hold(dataclasses.replace(known, expires_at_s=now + lease_s), now)
+            return True
+
+    def end_hold(self, hold: Hold) -> None:
+        """See ``StagingStore.end_hold``."""
+        with self._changed:
+            self._state().holds.pop(hold.hold_id, None)
+
     def stats(self, partition: str | None = None, prefix: str = "") -> StoreStats:
         """See ``StagingStore.stats``."""
         if partition is not None:
@@ -236,7 +279,8 @@ class MemoryStore:
     def sweep(self, policy: RetentionPolicy, *, dry_run: bool = False) -> SweepReport:
         """See ``StagingStore.sweep``."""
         with self._changed:
-            report = self._state().sweep(policy, self._clock(), self._max_bytes, dry_run=dry_run)
+            sweep = Sweep(self._state(), policy, self._clock())
+            report = sweep.report(self._max_bytes, dry_run=dry_run)
             self._changed.notify_all()
             return report
 
@@ -261,6 +305,18 @@ class MemoryStore:
         if self._content is None:
             raise StoreClosedError("the store was closed", got=self.url)
         return self._content
+
+
+def _pending(
+    partition: str, key: str, row: Row, reader: Consumer, rule: GroupRule, now: float
+) -> PendingRow:
+    return PendingRow(
+        row.seq,
+        group_value(row.unpack(partition, key, [rule.column])),
+        leased=reader.is_leased(row.seq, now),
+        delivered=reader.was_given(row.seq),
+        created_at=row.created_at,
+    )
 
 
 def open_memory_store(url: StoreUrl, *, clock: Callable[[], float]) -> MemoryStore:

@@ -58,8 +58,10 @@ return deliver(partition, consumer, chosen, now, tonumber(ARGV[5]))
 PENDING = script(
     _CLAIMS
     + """
--- ARGV: now, partition, consumer; gives key, row number, '1' under a live lease, ...
-local now, partition, consumer, reply = clock(), ARGV[2], ARGV[3], {}
+-- ARGV: now, partition, consumer; gives the time, then key, row number, 1 under a live lease,
+--       1 if it was delivered before, and the head that has its time, ...
+local now, partition, consumer = clock(), ARGV[2], ARGV[3]
+local reply = {exact(now)}
 local after = introduce(partition, consumer)
 local acked, leases = place('a', partition, consumer), place('e', partition, consumer)
 local page = call('ZRANGEBYSCORE', ns .. ':o:' .. partition, '(' .. after, '+inf', 'WITHSCORES')
@@ -69,6 +71,8 @@ for at = 1, #page, 2 do
     reply[#reply + 1] = page[at]
     reply[#reply + 1] = seq
     reply[#reply + 1] = is_leased(leases, seq, now) and 1 or 0
+    reply[#reply + 1] = call('HEXISTS', place('d', partition, consumer), seq)
+    reply[#reply + 1] = call('GETRANGE', place('m', partition, page[at]), 48, 55)
   end
 end
 return reply

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 import uuid
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final
 
-from tokenplane.staging.claim_order import choose_groups, group_value
+from tokenplane.staging.claim_order import GroupRule, PendingRow, choose_groups, group_value
 from tokenplane.staging.redis_backend.claim_scripts import (
     ACK,
     CLAIM,
@@ -20,6 +21,7 @@ from tokenplane.staging.store_types import Claimed
 
 KEYS_PER_CALL: Final = 2000
 CACHED_GROUPS: Final = 65536
+_TIME: Final = struct.Struct("<d")
 
 
 class RedisClaims:
@@ -46,11 +48,11 @@ class RedisClaims:
         return self._claimed(partition, consumer, reply)
 
     def claim_groups(
-        self, partition: str, consumer: str, max_rows: int, lease_s: float, column: str
+        self, partition: str, consumer: str, max_rows: int, lease_s: float, rule: GroupRule
     ) -> list[Claimed]:
         """Lease whole groups: chosen here, where rows can be read, and taken in one step."""
         while True:
-            groups = self._choose(partition, consumer, max_rows, column)
+            groups = self._choose(partition, consumer, max_rows, rule)
             if not groups:
                 return []
             wanted: list[bytes | int] = []
@@ -70,19 +72,29 @@ class RedisClaims:
                 return claimed
 
     def _choose(
-        self, partition: str, consumer: str, max_rows: int, column: str
+        self, partition: str, consumer: str, max_rows: int, rule: GroupRule
     ) -> list[tuple[tuple[bytes, bytes], ...]]:
-        reply = self._connection.script(PENDING, [self._total], self._now(), partition, consumer)
-        pending = list(zip(reply[::3], reply[1::3], reply[2::3], strict=True))
-        self._learn_groups(partition, column, [(key, int(seq)) for key, seq, _ in pending])
-        names = {int(seq): (key, seq) for key, seq, _ in pending}
+        now, *reply = self._connection.script(
+            PENDING, [self._total], self._now(), partition, consumer
+        )
+        pending = list(zip(*(reply[at::5] for at in range(5)), strict=True))
+        names = {int(seq): (key, seq) for key, seq, *_ in pending}
+        self._learn_groups(partition, rule.column, [(key, seq) for seq, (key, _) in names.items()])
         chosen = choose_groups(
             (
-                (int(seq), self._groups[column, int(seq)], bool(leased))
-                for _, seq, leased in pending
-                if (column, int(seq)) in self._groups
+                PendingRow(
+                    int(seq),
+                    self._groups[rule.column, int(seq)],
+                    bool(leased),
+                    bool(delivered),
+                    _TIME.unpack(head)[0],
+                )
+                for _, seq, leased, delivered, head in pending
+                if (rule.column, int(seq)) in self._groups
             ),
             max_rows,
+            rule,
+            float(now),
         )
         return [tuple(names[seq] for seq in group) for group in chosen]
 

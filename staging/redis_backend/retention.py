@@ -12,6 +12,16 @@ from tokenplane.staging.store_types import RetentionPolicy, StoreStats, SweepRep
 
 ROWS_PER_STEP: Final = 500
 """A sweep holds the server up for this many rows at a time."""
+_COUNTS: Final = (
+    "rows",
+    "bytes",
+    "kept_leased",
+    "kept_held",
+    "kept_backlog",
+    "blobs",
+    "blob_bytes",
+)
+"""What the script counts, in its order."""
 
 
 def read_stats(
@@ -54,7 +64,7 @@ def sweep_rows(
     dry_run: bool,
 ) -> SweepReport:
     """See ``StagingStore.sweep``. Whether a row goes is decided in the step that removes it."""
-    rows = nbytes = kept_leased = kept_backlog = blobs = blob_bytes = 0
+    counted = [0] * len(_COUNTS)
     lost: dict[bytes, int] = {}
     for partition in _partitions(connection, total, policy):
         after: bytes | int = 0
@@ -69,29 +79,22 @@ def sweep_rows(
                 int(not policy.include_backlog),
                 int(not dry_run),
                 after,
-                ROWS_PER_STEP,
+                0 if policy.whole else ROWS_PER_STEP,
             )
-            step = [int(count) for count in counts]
-            rows, nbytes = rows + step[0], nbytes + step[1]
-            kept_leased, kept_backlog = kept_leased + step[2], kept_backlog + step[3]
-            blobs, blob_bytes = blobs + step[4], blob_bytes + step[5]
+            counted = [sum_ + int(more) for sum_, more in zip(counted, counts, strict=True)]
             for at in range(0, len(shas), 32):
                 lost[shas[at : at + 32]] = lost.get(shas[at : at + 32], 0) + 1
+    found = dict(zip(_COUNTS, counted, strict=True))
     if dry_run:
         for sha, count in lost.items():
             if count == int(connection.command("GET", total[:-1] + b"n:" + sha) or 0):
-                blobs += 1
-                blob_bytes += connection.command("STRLEN", total[:-1] + b"b:" + sha)
+                found["blobs"] += 1
+                found["blob_bytes"] += connection.command("STRLEN", total[:-1] + b"b:" + sha)
     left = read_stats(connection, total, now(), None, "", max_bytes)
     remaining = left.bytes + left.blob_bytes
     return SweepReport(
-        rows=rows,
-        bytes=nbytes,
-        blobs=blobs,
-        blob_bytes=blob_bytes,
-        kept_leased=kept_leased,
-        kept_backlog=kept_backlog,
-        remaining_bytes=remaining - (nbytes + blob_bytes if dry_run else 0),
+        **found,
+        remaining_bytes=remaining - (found["bytes"] + found["blob_bytes"] if dry_run else 0),
         max_bytes=max_bytes,
         dry_run=dry_run,
     )

@@ -52,23 +52,34 @@ return {tostring(rows), exact(bytes), tostring(blobs), exact(blob_bytes), sealed
 """)
 
 SWEEP = script("""
--- ARGV: now, partition, prefix, age, '1' to keep the backlog, '1' to remove, after, most rows
--- gives last row number ('' at the end), removed rows, bytes, kept leased, kept backlog,
---       blobs, blob bytes, hashes of the blobs of rows that would go
+-- ARGV: now, partition, prefix, age, '1' to keep the backlog, '1' to remove, after, most rows;
+--       most 0: every row with the prefix, and none goes unless all may
+-- gives last row number ('' at the end), removed rows, bytes, kept leased, kept held,
+--       kept backlog, blobs, blob bytes, hashes of the blobs of rows that would go
 local now, partition, prefix, age = clock(), ARGV[2], ARGV[3], tonumber(ARGV[4])
-local order = ns .. ':o:' .. partition
-local page = call('ZRANGEBYSCORE', order, '(' .. ARGV[7], '+inf', 'WITHSCORES',
-                  'LIMIT', 0, tonumber(ARGV[8]))
+local order, whole = ns .. ':o:' .. partition, ARGV[8] == '0'
+local page, holds = {}, live_holds(partition)
+if whole then
+  for _, key in ipairs(matching(partition, prefix)) do
+    page[#page + 1] = key
+    page[#page + 1] = number_of(partition, key)
+  end
+else
+  page = call('ZRANGEBYSCORE', order, '(' .. ARGV[7], '+inf', 'WITHSCORES',
+              'LIMIT', 0, tonumber(ARGV[8]))
+end
 local readers = {}
 for _, name in ipairs(call('SMEMBERS', ns .. ':c:' .. partition)) do
   readers[#readers + 1] = {place('e', partition, name), place('a', partition, name),
                            tonumber(call('GET', place('w', partition, name)) or 0)}
 end
-local rows, bytes, leased, backlog, blobs, blob_bytes, shas = 0, 0, 0, 0, 0, 0, {}
+local rows, bytes, leased, held, backlog, blobs, blob_bytes = 0, 0, 0, 0, 0, 0, 0
+local chosen, shas, young = {}, {}, false
 for at = 1, #page, 2 do
   local key, seq = page[at], tonumber(page[at + 1])
   local head = call('GETRANGE', place('m', partition, key), 48, 55)
-  if string.sub(key, 1, #prefix) == prefix and now - struct.unpack('<d', head) >= age then
+  local mine = string.sub(key, 1, #prefix) == prefix
+  if mine and now - struct.unpack('<d', head) >= age then
     local live, waits = false, false
     for _, reader in ipairs(readers) do
       local expiry = call('ZSCORE', reader[1], seq)
@@ -77,18 +88,30 @@ for at = 1, #page, 2 do
     end
     if live then
       leased = leased + 1
+    elseif is_held(holds, key) then
+      held = held + 1
     elseif waits and ARGV[5] == '1' then
       backlog = backlog + 1
-    elseif ARGV[6] == '1' then
-      local size, gone, gone_bytes = remove(partition, key)
-      rows, bytes = rows + 1, bytes + size
-      blobs, blob_bytes = blobs + gone, blob_bytes + gone_bytes
     else
-      rows, bytes = rows + 1, bytes + message_size(partition, key)
-      shas[#shas + 1] = call('HGET', ns .. ':x:' .. partition, key) or ''
+      chosen[#chosen + 1] = key
     end
+  elseif mine then
+    young = true
   end
 end
-return {page[#page] or '', rows, exact(bytes), leased, backlog, blobs, exact(blob_bytes),
+if whole and (young or leased + held + backlog > 0) then chosen = {} end
+for _, key in ipairs(chosen) do
+  rows = rows + 1
+  if ARGV[6] == '1' then
+    local size, gone, gone_bytes = remove(partition, key)
+    bytes, blobs, blob_bytes = bytes + size, blobs + gone, blob_bytes + gone_bytes
+  else
+    bytes = bytes + message_size(partition, key)
+    shas[#shas + 1] = call('HGET', ns .. ':x:' .. partition, key) or ''
+  end
+end
+local last = ''
+if not whole and #page > 0 then last = page[#page] end
+return {last, rows, exact(bytes), leased, held, backlog, blobs, exact(blob_bytes),
         table.concat(shas)}
 """)

@@ -20,6 +20,7 @@ Names, with N for ``{namespace}``, P for a partition, K for a key, C for a consu
     N:a:<len P>:P:C     set: acknowledged row numbers above the watermark
     N:e:<len P>:P:C     zset: row number by expiry of its lease
     N:d:<len P>:P:C     hash: row number to its number of deliveries
+    N:h:P               zset: hold id (32 digits) and prefix, by expiry
     N:s                 zset: running scans by the time at which they are given up
     N:g                 set: numbers of removed rows that a running scan may still want
     N:g:m:<n>, N:g:k:<n>    strings: those rows
@@ -109,6 +110,21 @@ local function forget_removed()
     call('DEL', ns .. ':g:m:' .. seq, ns .. ':g:k:' .. seq)
   end
   return true
+end
+local function live_holds(partition)
+  local name, held = ns .. ':h:' .. partition, {}
+  if call('EXISTS', name) == 1 then
+    for _, hold in ipairs(call('ZRANGEBYSCORE', name, '(' .. exact(clock()), '+inf')) do
+      held[#held + 1] = string.sub(hold, 33)
+    end
+  end
+  return held
+end
+local function is_held(holds, key)
+  for _, prefix in ipairs(holds) do
+    if string.sub(key, 1, #prefix) == prefix then return true end
+  end
+  return false
 end
 local function remove(partition, key)
   local seq = number_of(partition, key)
@@ -225,8 +241,11 @@ return {'new'}
 )
 
 DISCARD = script("""
--- ARGV: now, partition, keys
-local removed = 0
+-- ARGV: now, partition, keys; gives how many were there, or a key that is held
+local removed, holds = 0, live_holds(ARGV[2])
+for at = 3, #ARGV do
+  if is_held(holds, ARGV[at]) and number_of(ARGV[2], ARGV[at]) then return ARGV[at] end
+end
 for at = 3, #ARGV do
   if remove(ARGV[2], ARGV[at]) then removed = removed + 1 end
 end

@@ -14,11 +14,14 @@ from tokenplane.schemas.errors import (
     ConfigError,
     InvalidKeyError,
     MissingRowError,
+    RowHeldError,
 )
-from tokenplane.staging.claim_order import check_claim
+from tokenplane.staging.claim_order import check_claim, check_lease
 from tokenplane.staging.redis_backend.claims import RedisClaims
 from tokenplane.staging.redis_backend.connection import RedisConnection, shown
 from tokenplane.staging.redis_backend.durability import check_server
+from tokenplane.staging.redis_backend.hold_scripts import HELD
+from tokenplane.staging.redis_backend.holds import RedisHolds
 from tokenplane.staging.redis_backend.retention import read_stats, sweep_rows
 from tokenplane.staging.redis_backend.rows import RedisRows
 from tokenplane.staging.redis_backend.scan import RedisScan
@@ -37,6 +40,7 @@ from tokenplane.staging.store_types import (
     Blob,
     Claimed,
     Durability,
+    Hold,
     RetentionPolicy,
     Sharing,
     StoreStats,
@@ -110,6 +114,7 @@ class RedisStore:
             # The server's clock, read once: a jump of this host's clock makes no row older.
             created_at=clock or (lambda: ahead_s + time.monotonic()),
         )
+        self._holds = RedisHolds(self._connection, self._total, self._now)
         self._claims = RedisClaims(self._connection, self._rows, self._total, self._now)
 
     def _now(self) -> str:
@@ -145,15 +150,23 @@ class RedisStore:
         return check_blob(content, sha256)
 
     def discard(self, partition: str, keys: Sequence[str]) -> int:
-        """See ``StagingStore.discard``. Each key is one step; a lost reply may count too few."""
+        """See ``StagingStore.discard``. A lost reply may count too few.
+
+        A hold that comes while more than ``KEYS_PER_CALL`` rows are being removed may find some of
+        them gone.
+        """
         check_name(partition, "partition")
         wanted = list(dict.fromkeys(check_keys(keys)))
+        pages = [wanted[at : at + KEYS_PER_CALL] for at in range(0, len(wanted), KEYS_PER_CALL)]
         removed = 0
-        for at in range(0, max(len(wanted), 1), KEYS_PER_CALL):
-            page = wanted[at : at + KEYS_PER_CALL]
-            removed += self._connection.script(
-                DISCARD, [self._total], self._now(), partition, *page
-            )
+        for script in (HELD, DISCARD) if len(pages) > 1 else (DISCARD,):
+            for page in pages or [[]]:
+                reply = self._connection.script(
+                    script, [self._total], self._now(), partition, *page
+                )
+                if isinstance(reply, bytes):
+                    raise RowHeldError("somebody is reading the row", key=reply.decode())
+                removed += reply or 0
         return removed
 
     def scan(
@@ -184,14 +197,16 @@ class RedisStore:
         max_rows: int,
         lease_s: float,
         group_column: str | None = None,
+        group_size: int | None = None,
+        group_wait_s: float | None = None,
     ) -> list[Claimed]:
         """See ``StagingStore.claim``. Rows of a lost reply come again when their lease ends."""
         check_name(partition, "partition")
         check_name(consumer, "consumer")
-        check_claim(max_rows, lease_s)
-        if group_column is None:
+        rule = check_claim(max_rows, lease_s, group_column, group_size, group_wait_s)
+        if rule is None:
             return self._claims.claim(partition, consumer, max_rows, lease_s)
-        return self._claims.claim_groups(partition, consumer, max_rows, lease_s, group_column)
+        return self._claims.claim_groups(partition, consumer, max_rows, lease_s, rule)
 
     def ack(self, partition: str, consumer: str, keys: Sequence[str]) -> int:
         """See ``StagingStore.ack``. A lost reply may count too few."""
@@ -204,6 +219,22 @@ class RedisStore:
         check_name(partition, "partition")
         check_name(consumer, "consumer")
         return self._claims.release(partition, consumer, check_keys(keys))
+
+    def hold(self, partition: str, prefix: str = "", *, lease_s: float) -> Hold:
+        """See ``StagingStore.hold``."""
+        check_name(partition, "partition")
+        check_prefix(prefix)
+        check_lease(lease_s)
+        return self._holds.hold(partition, prefix, lease_s)
+
+    def extend_hold(self, hold: Hold, *, lease_s: float) -> bool:
+        """See ``StagingStore.extend_hold``."""
+        check_lease(lease_s)
+        return self._holds.extend(hold, lease_s)
+
+    def end_hold(self, hold: Hold) -> None:
+        """See ``StagingStore.end_hold``."""
+        self._holds.end(hold)
 
     def stats(self, partition: str | None = None, prefix: str = "") -> StoreStats:
         """See ``StagingStore.stats``."""

@@ -11,25 +11,18 @@ import hashlib
 import socket
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
-from urllib.parse import urlencode
+from typing import TYPE_CHECKING, Self
 
 import pyarrow as pa
 
 from tokenplane.schemas.errors import (
-    ConfigError,
     CorruptRowError,
     MissingRowError,
     StoreClosedError,
     StoreError,
     StoreUnavailableError,
-    UnsupportedStoreError,
 )
-from tokenplane.staging.open_store import open_store
 from tokenplane.staging.row_packing import (
     check_blob,
     check_name,
@@ -42,20 +35,17 @@ from tokenplane.staging.store_types import (
     Blob,
     Claimed,
     Durability,
+    Hold,
     RetentionPolicy,
     Sharing,
     StoreStats,
     SweepReport,
 )
-from tokenplane.staging.store_url import StoreUrl, one_of, positive_int, seconds
-from tokenplane.staging.tq_backend.options import QueueOptions
 from tokenplane.staging.tq_backend.payload import Payload, blob_name, row_name, unwrap
 from tokenplane.staging.tq_backend.publisher import Publisher
 
 if TYPE_CHECKING:
     from tokenplane.staging.tq_backend.link import QueueLink
-
-_OF_JOURNAL: Final = ("max_bytes", "full_wait_s")
 
 
 class TransferQueueStore:
@@ -210,10 +200,18 @@ class TransferQueueStore:
         max_rows: int,
         lease_s: float,
         group_column: str | None = None,
+        group_size: int | None = None,
+        group_wait_s: float | None = None,
     ) -> list[Claimed]:
         """See ``StagingStore.claim``: the journal's rows."""
         return self._journal.claim(
-            partition, consumer, max_rows=max_rows, lease_s=lease_s, group_column=group_column
+            partition,
+            consumer,
+            max_rows=max_rows,
+            lease_s=lease_s,
+            group_column=group_column,
+            group_size=group_size,
+            group_wait_s=group_wait_s,
         )
 
     def ack(self, partition: str, consumer: str, keys: Sequence[str]) -> int:
@@ -223,6 +221,18 @@ class TransferQueueStore:
     def release(self, partition: str, consumer: str, keys: Sequence[str]) -> int:
         """See ``StagingStore.release``."""
         return self._journal.release(partition, consumer, keys)
+
+    def hold(self, partition: str, prefix: str = "", *, lease_s: float) -> Hold:
+        """See ``StagingStore.hold``: this journal's rows, not those of other hosts."""
+        return self._journal.hold(partition, prefix, lease_s=lease_s)
+
+    def extend_hold(self, hold: Hold, *, lease_s: float) -> bool:
+        """See ``StagingStore.extend_hold``."""
+        return self._journal.extend_hold(hold, lease_s=lease_s)
+
+    def end_hold(self, hold: Hold) -> None:
+        """See ``StagingStore.end_hold``."""
+        self._journal.end_hold(hold)
 
     def stats(self, partition: str | None = None, prefix: str = "") -> StoreStats:
         """See ``StagingStore.stats``: the journal's sizes; the queue holds about as much."""
@@ -272,62 +282,3 @@ def _origin_of(journal: StagingStore) -> bytes:
         return uuid.uuid4().bytes
     host = socket.gethostname() if journal.shared == "host" else ""
     return hashlib.sha256(f"{host}\0{journal.url}".encode()).digest()[:16]
-
-
-def open_tq_store(url: StoreUrl, *, clock: Callable[[], float]) -> TransferQueueStore:
-    """The store of ``tq://CLUSTER?journal=STORE``.
-
-    CLUSTER is ``local`` (start a Ray here), ``auto`` or ``host:port``. Options: ``journal`` (a
-    directory or store URL; needed), ``max_bytes`` and ``full_wait_s`` (of the journal),
-    ``namespace``, ``units``, ``start`` (yes or no), ``deadline_s``, ``connect_s``.
-    """
-    options = url.options(
-        journal=str,
-        max_bytes=positive_int,
-        full_wait_s=seconds,
-        namespace=str,
-        units=positive_int,
-        start=one_of("yes", "no"),
-        deadline_s=seconds,
-        connect_s=seconds,
-    )
-    address = url.rest.removeprefix("//").rstrip("/")
-    if not address or "journal" not in options:
-        raise ConfigError(
-            "a tq: URL names a cluster and a journal",
-            expected="tq://local|auto|host:port?journal=DIRECTORY or store URL",
-            got=url.text,
-        )
-    for module in ("ray", "transfer_queue"):
-        if find_spec(module) is None:
-            raise UnsupportedStoreError(
-                f"tq: needs the module {module}, install tokenplane[ray]", got=url.text
-            )
-    given = {name: options[name] for name in ("units", "deadline_s") if name in options}
-    queue = QueueOptions(
-        address=address,
-        partition=f"tokenplane.{options.get('namespace', 'default')}",
-        start=options.get("start", "yes") == "yes",
-        **given,
-    )
-    journal = open_store(_journal_url(options), clock=clock)
-    wait = {"connect_s": options["connect_s"]} if "connect_s" in options else {}
-    return TransferQueueStore(url.text, journal, partial(_connect, queue), **wait)
-
-
-def _connect(options: QueueOptions) -> QueueLink:
-    # Ray and torch take many seconds to import: nobody waits for them who need not.
-    from tokenplane.staging.tq_backend.runtime import connect
-
-    return connect(options)
-
-
-def _journal_url(options: dict[str, Any]) -> str:
-    text: str = options["journal"]
-    if ":" not in text:
-        text = Path(text).absolute().as_uri()
-    given: dict[str, object] = {name: options[name] for name in _OF_JOURNAL if name in options}
-    more = urlencode(given)
-    if not more:
-        return text
-    return f"{text}{'&' if '?' in text else '?'}{more}"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tokenplane.engine_adapter.dynamic.coordinator_process import CoordinatorProcess
-from tokenplane.engine_adapter.dynamic.loop import BuildCore, DynamicLoop, Outcome
+from tokenplane.engine_adapter.dynamic.loop import BuildCore, DynamicLoop
 from tokenplane.engine_adapter.dynamic.records import (
     EVIDENCE,
     FAILURE,
@@ -21,6 +21,7 @@ from tokenplane.engine_adapter.dynamic.records import (
 )
 from tokenplane.engine_adapter.dynamic.request import DynamicRequest, make_result, parse_wire
 from tokenplane.engine_adapter.engine import EngineState
+from tokenplane.engine_adapter.engine_thread import Outcome
 from tokenplane.engine_adapter.models.megatron_process import quiet_imports
 from tokenplane.schemas.errors import EngineDeadError, EngineError, RequestCancelledError
 
@@ -132,7 +133,7 @@ class CoordinatedLoop(DynamicLoop):
                 raise EngineDeadError("the coordinator process has ended", got=status)
 
     def enter(self, state: EngineState) -> None:
-        """See ``DynamicLoop.enter``; Megatron's loop follows."""
+        """See ``EngineThread.enter``; Megatron's loop follows."""
         super().enter(state)
         self.core.state = _STATES[state]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tokenplane.engine_adapter.cpu.weights import apply_or_restore
+from tokenplane.engine_adapter.weight_update import apply_or_restore
 from tokenplane.schemas.errors import EngineError
 
 

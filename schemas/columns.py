@@ -12,10 +12,12 @@ import numpy as np
 import pyarrow as pa
 
 from tokenplane.schemas.errors import SchemaMismatchError, UnsupportedSchemaError
+from tokenplane.schemas.row_layout import lay_out_row
+from tokenplane.schemas.schema_memo import SCHEMA_FINGERPRINT_KEY as SCHEMA_FINGERPRINT_KEY
+from tokenplane.schemas.schema_memo import SchemaMemo
 
 SCHEMA_NAME_KEY = b"tokenplane.schema"
 SCHEMA_VERSION_KEY = b"tokenplane.schema_version"
-SCHEMA_FINGERPRINT_KEY = b"tokenplane.schema_fingerprint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +68,48 @@ def schema_identity(schema: pa.Schema) -> tuple[str, int]:
 
 
 def one_row(schema: pa.Schema, values: Mapping[str, Any]) -> pa.RecordBatch:
-    """A one-row batch; numpy arrays become list columns without copying, None becomes null.
+    """A one-row batch; numpy arrays become list columns, None becomes null.
+
+    The batch owns its memory, except for arrays of more than 1 MiB: they are not copied and must
+    not change.
 
     Raises:
         SchemaMismatchError: an unknown column, a missing or null value where the schema demands
             one, or a value of another type.
     """
-    unknown = values.keys() - set(schema.names)
-    if unknown:
-        raise SchemaMismatchError("unknown columns", got=sorted(unknown))
+    names, required = _columns_of(schema)
+    if not names.issuperset(values):
+        raise SchemaMismatchError("unknown columns", got=sorted(values.keys() - names))
+    for name in required:
+        if values.get(name) is None:
+            raise SchemaMismatchError("the column must not be null", key=name)
+    try:
+        batch = lay_out_row(schema, values)
+    except _REFUSED:
+        batch = None
+    return convert_row(schema, values) if batch is None else batch
+
+
+def _names_and_required(schema: pa.Schema) -> tuple[frozenset[str], tuple[str, ...]]:
+    return frozenset(schema.names), tuple(f.name for f in schema if not f.nullable)
+
+
+_columns_of = SchemaMemo(_names_and_required)
+_REFUSED = (
+    *(pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError),
+    *(TypeError, AttributeError, OverflowError, UnicodeEncodeError),
+)
+"""How pyarrow says that a value does not fit its column."""
+
+
+def convert_row(schema: pa.Schema, values: Mapping[str, Any]) -> pa.RecordBatch:
+    """``one_row`` by pyarrow alone, column by column: slower, and it names what it refuses.
+
+    Nulls on the top level are not checked.
+    """
     arrays = []
     for field in schema:
         value = values.get(field.name)
-        if value is None and not field.nullable:
-            raise SchemaMismatchError("the column must not be null", key=field.name)
         try:
             if value is None:
                 arrays.append(_one_null(field.type))
@@ -93,10 +123,7 @@ def one_row(schema: pa.Schema, values: Mapping[str, Any]) -> pa.RecordBatch:
                     find = _null_finder(field.type)
                     if find is not None and find(value):
                         raise SchemaMismatchError("null inside the column", key=field.name)
-        except (
-            *(pa.ArrowInvalid, pa.ArrowTypeError, TypeError, AttributeError),
-            *(OverflowError, UnicodeEncodeError),
-        ) as exc:
+        except _REFUSED as exc:
             raise SchemaMismatchError(
                 f"column {field.name}", expected=field.type, got=repr(value)[:120]
             ) from exc
@@ -163,7 +190,7 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         )
     if batch.schema.equals(schema, check_metadata=False):
         columns = batch.columns
-        for at in _required_columns(schema.metadata[SCHEMA_FINGERPRINT_KEY], schema):
+        for at in _required_places(schema):
             if columns[at].null_count:
                 raise _null_in(schema.field(at))
         return batch.replace_schema_metadata(schema.metadata)
@@ -189,11 +216,8 @@ def _null_in(field: pa.Field) -> SchemaMismatchError:
     return SchemaMismatchError("null in a column that must not be null", key=field.name)
 
 
-_REQUIRED: dict[bytes, tuple[int, ...]] = {}
+def _find_required(schema: pa.Schema) -> tuple[int, ...]:
+    return tuple(at for at, field in enumerate(schema) if not field.nullable)
 
 
-def _required_columns(fingerprint: bytes, schema: pa.Schema) -> tuple[int, ...]:
-    """Positions of the columns without nulls, looked up once per schema: rows are many."""
-    if fingerprint not in _REQUIRED:
-        _REQUIRED[fingerprint] = tuple(i for i, f in enumerate(schema) if not f.nullable)
-    return _REQUIRED[fingerprint]
+_required_places = SchemaMemo(_find_required)

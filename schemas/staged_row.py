@@ -188,7 +188,7 @@ class StagedRow:
     attachments: tuple[AttachmentRef, ...] = field(default=())
 
     def to_batch(self) -> pa.RecordBatch:
-        """One row under ``STAGED_ROW_SCHEMA``; token buffers are not copied."""
+        """One row under ``STAGED_ROW_SCHEMA``; token buffers of over 1 MiB are not copied."""
         call, evidence, ledger = self.call, self.evidence, self.ledger
         values: dict[str, Any] = {name: getattr(call, name) for name in _CALL_COLUMNS}
         values |= {name: getattr(evidence, name) for name in _EVIDENCE_COLUMNS}

@@ -28,13 +28,15 @@ SCHEMA = render_schema(
 GOOD: dict[str, Any] = {"ids": np.array([1, 2], np.int32), "name": "é"}
 
 
-def test_arrays_are_taken_and_given_back_without_a_copy() -> None:
-    batch = one_row(SCHEMA, {**GOOD, "logs": np.array([], np.float32)})
+@pytest.mark.parametrize("length", [2, 2**18, 2**18 + 1])
+def test_arrays_come_back_and_big_ones_are_not_copied(length: int) -> None:
+    given = np.arange(length, dtype=np.int32)
+    batch = one_row(SCHEMA, {**GOOD, "ids": given, "logs": np.array([], np.float32)})
     ids = list_value(batch, "ids")
-    assert ids.tolist() == [1, 2]
+    assert np.array_equal(ids, given)
     assert ids.dtype == np.int32
     assert not ids.flags.writeable
-    assert np.shares_memory(ids, GOOD["ids"])
+    assert np.shares_memory(ids, given) == (given.nbytes > 2**20)
     empty = list_value(batch, "logs")
     assert (empty.dtype, empty.shape, empty.flags.writeable) == (np.float32, (0,), False)
     batch.validate(full=True)

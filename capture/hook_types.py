@@ -52,8 +52,11 @@ class OffloadedRequestPayload:
     generated_log_probs: Float32Array | Sequence[float]
     prompt_log_probs: Float32Array | Sequence[float] | None = None
     routing_indices: NDArray[np.integer] | None = None
-    """int16[P + G - 1, L, K], or None where unknown."""
+    """int16[P + G - 1 - routing_start, L, K], or None where unknown."""
     media_tensors: dict[str, Any] | None = None
+    routing_start: int = 0
+    """The input position that the first row of ``routing_indices`` belongs to: an engine that
+    reuses a cached prefix, or was asked for the new part only, has none of the positions before."""
 
 
 @dataclass(frozen=True, slots=True)

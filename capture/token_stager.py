@@ -235,22 +235,25 @@ class TQMegatronTokenStager:
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Delta-aligned routes as an attachment, bound by their hash in the digested extras.
 
-        The engine emits a route per *input* position, total − 1 of them; the last sampled token was
-        never fed, so its row is −1 (invariant 4).
+        The engine emits a route per *input* position from ``routing_start`` on, up to total − 2;
+        the last sampled token was never fed. What it does not say is −1 (invariant 4).
         """
         routes = getattr(payload, "routing_indices", None)
         if routes is None:
             return None, None
-        array = np.asarray(routes)
-        if array.ndim != 3 or array.shape[0] != total - 1 or array.dtype.kind not in "iu":
+        array = np.asarray(_plain(routes))
+        start = int(getattr(payload, "routing_start", 0) or 0)
+        count = total - 1 - start
+        if start < 0 or array.ndim != 3 or len(array) != count or array.dtype.kind not in "iu":
             raise InvalidRecordError(
                 "routing indices",
                 code="route_shape",
-                expected=f"integers [{total - 1}, L, K]",
+                expected=f"integers [{count}, L, K] from position {start} on",
                 got=f"{array.dtype}{array.shape}",
             )
         delta = np.full((total - admission.prev_len, *array.shape[1:]), -1, np.int16)
-        delta[:-1] = array[admission.prev_len :]
+        first = max(start, admission.prev_len)
+        delta[first - admission.prev_len : -1] = array[first - start :]
         return {ROUTES: frozen(delta)}, {ROUTES: route_reference(delta)}
 
 

@@ -106,6 +106,9 @@ class GenerationRequest:
     """Called on the engine thread with newly released ids, int32[n], n >= 1; must not block or
     raise (raising fails this request alone). An id is released once it cannot belong to a stop
     string any more; ids that hold part of the completed stop string are never released here."""
+    routes_from: int = 0
+    """In 0..P. Routes of input positions before this one are not needed (an earlier call of the
+    rollout has them), so the engine may leave them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +131,9 @@ class GenerationResult:
     num_evictions: int
     """How often this request's computed KV cache was dropped."""
     routing_indices: np.ndarray | None
-    """int16[P+G-1, L, K]: the experts of every input position. None for a dense model, or where
-    positions were computed more than once (after a recompute)."""
+    """int16[P+G-1-routing_start, L, K]: the experts of every input position from ``routing_start``
+    on. None for a dense model, or where positions were computed more than once (after a
+    recompute)."""
     queue_s: float
     """Admission to first step."""
     prefill_s: float
@@ -138,6 +142,8 @@ class GenerationResult:
     """First sampled token to the end."""
     sampling: SamplingParams
     """What was in effect: ``max_tokens`` as clamped, ``seed`` as used."""
+    routing_start: int = 0
+    """The input position that the first row of ``routing_indices`` belongs to."""
 
 
 @dataclass(frozen=True, slots=True)

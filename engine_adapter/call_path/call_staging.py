@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from typing import Any
@@ -20,7 +21,7 @@ from tokenplane.capture.ledger import Ledger
 from tokenplane.capture.token_stager import StageOutcome, TQMegatronTokenStager
 from tokenplane.engine_adapter.call_path.admission import Admitted
 from tokenplane.engine_adapter.call_path.call_types import ModelCall
-from tokenplane.engine_adapter.engine import EngineInfo, GenerationResult
+from tokenplane.engine_adapter.engine import EngineInfo, GenerationResult, SamplingParams
 from tokenplane.schemas.staged_row import CallEvidence, LedgerEntry, Sampling
 from tokenplane.schemas.tokens import Int32Array, first_difference
 
@@ -69,6 +70,15 @@ class CompletionStaging:
                 "engine_prompt_differs",
                 f"the engine was conditioned on other ids than it was given, from token {at} on",
             )
+        drift = _drift(call.sampling, result.sampling)
+        if drift:
+            # A trainer corrects for the distribution that the row names; nobody asked for this one.
+            return self._failed(
+                admitted,
+                result,
+                "sampling_differs",
+                f"the engine sampled in another way than it was asked to: {'; '.join(drift)}",
+            )
         entry = None
         if admitted.decision is not None:
             try:
@@ -86,6 +96,7 @@ class CompletionStaging:
                 generated_token_ids=result.generated_token_ids,
                 generated_log_probs=result.generated_log_probs,
                 routing_indices=result.routing_indices,
+                routing_start=result.routing_start,
             ),
             finished_metadata=FinishedRequestRecord(
                 policy_epoch=result.policy_epochs,
@@ -147,3 +158,18 @@ class CompletionStaging:
             engine=self._info.engine,
             admitted_at=admitted.admitted_at,
         )
+
+
+def _drift(asked: SamplingParams, used: SamplingParams) -> list[str]:
+    """Where the effective parameters are not the ones asked for. An engine may draw the seed where
+    none was given, and lower the token limit to what fits."""
+    fitted = dataclasses.replace(
+        asked,
+        seed=used.seed if asked.seed is None else asked.seed,
+        max_tokens=min(asked.max_tokens, used.max_tokens),
+    )
+    return [
+        f"{field.name}: asked {getattr(fitted, field.name)!r}, used {getattr(used, field.name)!r}"
+        for field in dataclasses.fields(SamplingParams)
+        if getattr(fitted, field.name) != getattr(used, field.name)
+    ]

@@ -125,11 +125,12 @@ class LiveRequest:
 
     def computed(self, count: int, routes: np.ndarray | None) -> None:
         """``count`` more positions are in the cache, by ``routes`` int16[count, L, K]."""
+        unwanted = max(0, self.request.routes_from - self.cache.length)
         self.cache.commit(count)
         if routes is None:
             self._routes = None
         elif self._routes is not None:
-            self._routes.append(routes)
+            self._routes.append(routes[unwanted:])
 
     def sample(self, logits: torch.Tensor) -> None:
         """Take the next token from ``logits`` float[V] of the last position, and release ids."""
@@ -186,6 +187,7 @@ class LiveRequest:
             prefill_s=self._first_token_s - self._started_s,
             decode_s=now - self._first_token_s,
             sampling=self.sampling,
+            routing_start=0 if routes is None else self.request.routes_from,
         )
 
 
@@ -206,6 +208,10 @@ def check_request(
             "prompt_token_ids is malformed",
             expected="a non-empty one-dimensional integer array",
             got=f"{prompt.dtype}{list(prompt.shape)}",
+        )
+    if not 0 <= request.routes_from <= prompt.size:
+        raise RequestRejectedError(
+            "routes_from is out of range", expected=f"0..{prompt.size}", got=request.routes_from
         )
     low, high = int(prompt.min()), int(prompt.max())
     if low < 0 or high >= info.vocab_size:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.capture.rollouts import RolloutMaker
 from tokenplane.capture.hook_types import (
@@ -172,6 +174,62 @@ def test_a_continuation_without_a_preparer_is_resolved_here() -> None:
     )
     assert coords.disposition == "capture_failed"
     assert other.failures.counts() == {"prefix_not_in_prompt": 1}
+
+
+@given(
+    prompt_len=st.integers(1, 12),
+    generated_len=st.integers(1, 6),
+    prev_len=st.integers(0, 12),
+    start=st.integers(0, 20),
+)
+def test_routes_from_any_position_lie_where_they_belong(
+    prompt_len: int, generated_len: int, prev_len: int, start: int
+) -> None:
+    """An engine with a cached prefix has routes of the rest only; what it lacks is -1."""
+    total = prompt_len + generated_len
+    prev_len, start = min(prev_len, prompt_len), min(start, total - 1)
+    store = open_store("memory:")
+    stager = TQMegatronTokenStager(TokenSink(store))
+    prompt = list(range(1, prompt_len + 1))
+    admission: dict[str, Any] = {"rollout_id": "r", "model_call_id": "c", "mode": "text"}
+    if prev_len:
+        admission |= {
+            "mode": "token_in",
+            "parent_call_id": "p",
+            "prev_len": prev_len,
+            "parent_chain_hash": "0" * 64,
+            "required_prefix_token_ids": prompt[:prev_len],
+        }
+    positions = np.arange(start, total - 1, dtype=np.int16)
+    payload = OffloadedRequestPayload(
+        prompt,
+        [9] * generated_len,
+        [-0.5] * generated_len,
+        routing_indices=positions.reshape(-1, 1, 1).repeat(2, axis=2),
+        routing_start=start,
+    )
+    coords = stage(stager, payload=payload, offload_params={ADMISSION_KEY: admission})
+    assert coords.staging_key is not None
+    source = TokenSource(store)
+    [row] = source.fetch_rows([coords.staging_key])
+    routes = source.fetch_attachments(row)["routed_experts"]
+    expected = [p if start <= p < total - 1 else -1 for p in range(prev_len, total)]
+    assert routes[:, 0, 0].tolist() == expected
+    assert routes.shape == (row.call.delta_len, 1, 2)
+
+
+@pytest.mark.parametrize("start", [-1, 1, 5])
+def test_routes_that_do_not_reach_the_end_are_no_routes(rig: Any, start: int) -> None:
+    stager, _ = rig
+    payload = OffloadedRequestPayload(
+        [1, 2, 3],
+        [4, 5],
+        [-0.5, -0.25],
+        routing_indices=np.zeros((4, 1, 1), np.int16),
+        routing_start=start,
+    )
+    assert stage(stager, payload=payload).disposition == "capture_failed"
+    assert stager.failures.counts() == {"route_shape": 1}
 
 
 def test_routes_are_delta_aligned_and_bound_by_their_hash() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from tests.engine.tiny_models import TinyEngines, full_forward
 from tokenplane.engine_adapter.contract_suite.suite import EngineSuite, until
 from tokenplane.engine_adapter.engine import Engine
+from tokenplane.schemas.errors import RequestRejectedError
 
 pytestmark = pytest.mark.engine
 
@@ -44,6 +46,28 @@ class TestRoutes(TinyEngines, EngineSuite):
                 assert len(np.unique(routes)) == 4
 
         self.run(scenario, max_step_tokens=max_step_tokens, max_live_requests=8)
+
+    @pytest.mark.parametrize("max_step_tokens", [16, 512])
+    def test_routes_begin_where_they_are_asked_for(self, max_step_tokens: int) -> None:
+        """A growing rollout ships each route once: what precedes is in the rows before."""
+
+        async def scenario(engine: Engine) -> None:
+            prompt = [3 + j % 90 for j in range(50)]
+            for start in (0, 1, 15, 16, 17, 49, 50):
+                request = dataclasses.replace(self.request(prompt), routes_from=start)
+                result = await engine.generate(request)
+                routes = result.routing_indices
+                assert routes is not None
+                assert result.routing_start == start
+                ids = np.concatenate([result.prompt_token_ids, result.generated_token_ids])
+                reference = self.reference_routes(ids[:-1])[start:]
+                assert np.array_equal(np.sort(routes, axis=-1), reference)
+            for start in (-1, 51):
+                request = dataclasses.replace(self.request(prompt), routes_from=start)
+                with pytest.raises(RequestRejectedError, match="routes_from"):
+                    await engine.generate(request)
+
+        self.run(scenario, max_step_tokens=max_step_tokens)
 
     @pytest.mark.parametrize("mode", ["persist", "recompute"])
     def test_routes_are_unknown_after_a_recompute(self, mode: Any) -> None:

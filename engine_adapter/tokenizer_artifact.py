@@ -56,7 +56,8 @@ def open_decoder(store: StagingStore, fingerprint: str) -> TokenDecoder:
 
 
 class TokenDecoder:
-    """Token ids as text, special tokens included, nothing cleaned up. For people to read."""
+    """Token ids as text, special tokens included, nothing cleaned up. For people to read: what a
+    model is given never comes from here."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -66,6 +67,13 @@ class TokenDecoder:
         context = list(before[-_CONTEXT:])
         head, whole = self._decode(context), self._decode([*context, *ids])
         return whole[len(head) :] if whole.startswith(head) else self._decode(list(ids))
+
+    def survives(self, ids: Sequence[int]) -> bool:
+        """True if the text of ``ids`` encodes to ``ids`` again, special tokens included."""
+        again: list[int] = self._tokenizer.encode(
+            self._decode(list(ids)), add_special_tokens=False
+        ).ids
+        return again == list(ids)
 
     def pieces(self, ids: Sequence[int], before: Sequence[int] = ()) -> Iterator[tuple[int, str]]:
         """(number of ids, their text), in order: one id each, more where they share a character."""

@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     add_arguments(parser)
     args = parser.parse_args(argv)
     from tokenplane.tools.audit_numbers import audit
+    from tokenplane.tools.replay_segments import SegmentTexts
     from tokenplane.tools.rollout_view import load_rollout
     from tokenplane.tools.store_reading import find_rollout, find_rollouts, open_for_reading
 
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             else find_rollouts(store)
         )
         views = [load_rollout(store, name, keys) for name, keys in found.items()]
-    result = audit(views, args.trainer_version)
+        result = audit(views, args.trainer_version, texts=SegmentTexts(store))
     if args.json:
         print(json.dumps(to_json(result), indent=2))
     else:
@@ -59,13 +60,17 @@ def main(argv: list[str] | None = None) -> int:
 def to_json(result: Audit) -> dict[str, Any]:
     """The audit as JSON values; ``totals`` sums what can be summed."""
     rollouts = result.rollouts
-    totals = {
+    totals: dict[str, int | None] = {
         name: sum(getattr(one, name) for one in rollouts)
         for name in (
             *("calls", "sampled_tokens", "carried_tokens", "trainable_tokens"),
             *("spanning_calls", "kv_stale_tokens", "kv_unknown_tokens"),
         )
     }
+    splits = [one.splits_avoided for one in rollouts]
+    known = [count for count in splits if count is not None]
+    totals["continuations"] = sum(one.continuations for one in rollouts)
+    totals["splits_avoided"] = sum(known) if len(known) == len(splits) else None
     totals["failures"] = sum(sum(one.failures.values()) for one in rollouts)
     totals["problems"] = sum(sum(one.problems.values()) for one in rollouts)
     return {

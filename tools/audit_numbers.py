@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tokenplane.schemas.epochs import spans_epochs, staleness
 from tokenplane.schemas.staged_row import Sampling
 from tokenplane.tools.published_rows import check_published
+from tokenplane.tools.replay_segments import SegmentTexts
 from tokenplane.tools.rollout_view import CallView, RolloutView
 
 
@@ -45,6 +46,11 @@ class RolloutAudit:
     """Calls served without capture, by code."""
     problems: dict[str, int] = field(default_factory=dict)
     """Rows that do not verify, by code."""
+    continuations: int = 0
+    """Calls that continue another one."""
+    splits_avoided: int | None = None
+    """Continuations of an answer whose text encodes to other ids than were sampled: a history sent
+    as text would have been cut there. None where the tokenizer is not at hand."""
 
     @property
     def verified(self) -> bool:
@@ -68,14 +74,20 @@ def newest_version(rollouts: Sequence[RolloutView]) -> int | None:
     return max((int(c.versions().max()) for r in rollouts for c in r.calls), default=None)
 
 
-def audit(rollouts: Sequence[RolloutView], trainer_version: int | None = None) -> Audit:
+def audit(
+    rollouts: Sequence[RolloutView],
+    trainer_version: int | None = None,
+    *,
+    texts: SegmentTexts | None = None,
+) -> Audit:
     """The audit of these rollouts.
 
     Args:
         trainer_version: what tokens are compared with; None takes the newest version seen.
+        texts: the store's tokenizers; without them no re-encoding is tried.
     """
     version = newest_version(rollouts) if trainer_version is None else trainer_version
-    audits = tuple(audit_rollout(rollout, version) for rollout in rollouts)
+    audits = tuple(audit_rollout(rollout, version, texts=texts) for rollout in rollouts)
     total: Counter[int] = Counter()
     for one in audits:
         for sampled_by, count in one.tokens_by_version.items():
@@ -83,7 +95,9 @@ def audit(rollouts: Sequence[RolloutView], trainer_version: int | None = None) -
     return Audit(version, audits, dict(sorted(total.items())))
 
 
-def audit_rollout(rollout: RolloutView, trainer_version: int | None) -> RolloutAudit:
+def audit_rollout(
+    rollout: RolloutView, trainer_version: int | None, *, texts: SegmentTexts | None = None
+) -> RolloutAudit:
     """The numbers of one rollout."""
     versions = _joined([call.versions() for call in rollout.calls])
     kv = _joined([call.oldest_kv() for call in rollout.calls])
@@ -109,7 +123,25 @@ def audit_rollout(rollout: RolloutView, trainer_version: int | None) -> RolloutA
         splice_notes=_counts(note for e in evidence for note in e.splice_notes),
         failures=_counts(failure.code for failure in rollout.failures),
         problems=_counts(problem.code for problem in problems),
+        continuations=sum(call.parent is not None for call in rollout.calls),
+        splits_avoided=_splits_avoided(rollout, texts),
     )
+
+
+def _splits_avoided(rollout: RolloutView, texts: SegmentTexts | None) -> int | None:
+    survives: dict[str, bool] = {}
+    avoided = 0
+    for parent in (call.parent for call in rollout.calls if call.parent is not None):
+        key = parent.row.staging_key
+        if key not in survives:
+            fingerprint = parent.row.evidence.tokenizer_fingerprint
+            decoder = None if texts is None else texts.decoder(fingerprint)
+            if decoder is None:
+                return None
+            sampled = parent.token_ids[-parent.row.call.generation_len :]
+            survives[key] = decoder.survives(sampled.tolist())
+        avoided += not survives[key]
+    return avoided
 
 
 def _counts[K: (int, str)](values: Iterable[K]) -> dict[K, int]:

@@ -136,6 +136,7 @@ def _details(console: Console, rollouts: tuple[RolloutAudit, ...]) -> None:
     console.print(f"sampling: {'; '.join(ways) or '-'}", soft_wrap=True)
     if drifting:
         console.print(f"  changed within: {', '.join(drifting)}", style="yellow", soft_wrap=True)
+    _splits(console, rollouts)
     for title, name, style in (
         ("answered but not captured", "failures", "yellow"),
         ("does not verify (`tokenplane verify` names the rows)", "problems", "bold red"),
@@ -145,3 +146,15 @@ def _details(console: Console, rollouts: tuple[RolloutAudit, ...]) -> None:
             if codes:
                 listed = ", ".join(f"{count} x {code}" for code, count in codes.items())
                 console.print(f"{title}: {one.rollout_id}: {listed}", style=style, soft_wrap=True)
+
+
+def _splits(console: Console, rollouts: tuple[RolloutAudit, ...]) -> None:
+    known = [one for one in rollouts if one.splits_avoided is not None]
+    if not known:
+        return
+    avoided = sum(one.splits_avoided or 0 for one in known)
+    console.print(
+        f"splits avoided: {avoided} of {sum(one.continuations for one in known)} continuations "
+        "(the answer before, sent as text, would have been other tokens)",
+        soft_wrap=True,
+    )

@@ -66,7 +66,7 @@ class SegmentTexts:
 
     def text(self, call: CallView, segment: Segment) -> str | None:
         """The segment's text; None where its tokenizer is not at hand."""
-        decoder = self._decoder(call.row.evidence.tokenizer_fingerprint)
+        decoder = self.decoder(call.row.evidence.tokenizer_fingerprint)
         if decoder is None:
             return None
         return decoder.text(segment.token_ids.tolist(), segment.before[-16:].tolist())
@@ -75,7 +75,7 @@ class SegmentTexts:
         """(text, log-probability) of each token; tokens that share a character come together,
         with the sum of theirs. None as for ``text``.
         """
-        decoder = self._decoder(call.row.evidence.tokenizer_fingerprint)
+        decoder = self.decoder(call.row.evidence.tokenizer_fingerprint)
         if decoder is None:
             return None
         return self._pieces(decoder, segment)
@@ -88,7 +88,8 @@ class SegmentTexts:
             yield text, float(segment.log_probs[at : at + count].sum(dtype=np.float64))
             at += count
 
-    def _decoder(self, fingerprint: str | None) -> TokenDecoder | None:
+    def decoder(self, fingerprint: str | None) -> TokenDecoder | None:
+        """The decoder of one tokenizer; None where it is not at hand."""
         if fingerprint not in self._decoders:
             self._decoders[fingerprint] = self._opened(fingerprint)
         return self._decoders[fingerprint]

@@ -79,10 +79,12 @@ class Story:
         temperature: float = 1.0,
         fingerprint: str | None = "",
         log_probs: list[float] | None = None,
+        sampled_ids: list[int] | None = None,
     ) -> list[dict[str, Any]]:
         """One model call that says ``reply``; gives the conversation with the answer.
 
-        ``new_epoch_at``: weights v1 from that sampled token on.
+        ``new_epoch_at``: weights v1 from that sampled token on. ``sampled_ids``: what was sampled,
+        if it is not what the reply encodes to.
         """
         decision = self.ledger.admit(LedgerRequest(rollout, messages))
         assert decision.admission is not None, decision.reason
@@ -90,6 +92,8 @@ class Story:
         fresh = encode("".join(f"{m['role']}: {m['content']}\n" for m in messages[-1:]))
         prompt = np.concatenate([prefix, fresh])
         sampled = encode(reply + END)
+        if sampled_ids is not None:
+            sampled = np.array(sampled_ids, np.int32)
         policy = epochs or [(0, 0)]
         if new_epoch_at is not None:
             policy = [(0, 0), (len(prompt) + new_epoch_at - 1, 1)]

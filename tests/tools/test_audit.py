@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.stories import Story, say
+from tests.tools.stories import END, Story, encode, say
 from tokenplane.tools.cli import main
 
 Capture = pytest.CaptureFixture[str]
@@ -151,6 +151,35 @@ def test_the_table_says_the_same(told: Path, capsys: Capture) -> None:
     bars = [line for line in text.splitlines() if "█" in line]
     assert [line.split()[0] for line in bars] == ["0", "1"]
     assert "48 (82.8%)" in bars[1]
+
+
+def test_splits_that_were_avoided_are_counted(story: Story, capsys: Capture) -> None:
+    """Two of three continued answers would be other tokens if a client sent their text; one of
+    them is continued twice."""
+    end = encode(END).tolist()
+    spelled = [token for sign in END for token in encode(sign).tolist()]
+    cut_character = encode("é").tolist()[:1]
+    talk = say(story.call("split", say([], "a"), "plain"), "b")
+    talk = say(story.call("split", talk, END, sampled_ids=[*spelled, *end]), "c")
+    story.call("split", talk, "\N{REPLACEMENT CHARACTER}", sampled_ids=[*cut_character, *end])
+    talk = say(story.call("split", talk, "x", sampled_ids=[*cut_character, *end]), "d")
+    story.call("split", talk, "end")
+    found = by_id(audited(capsys, story.url, "split"))["split"]
+    assert (found["continuations"], found["splits_avoided"]) == (4, 3)
+    assert audited(capsys, story.url)["totals"]["splits_avoided"] == 3
+    assert main(["audit", story.url, "split"]) == 0
+    assert "splits avoided: 3 of 4 continuations" in capsys.readouterr().out
+
+
+def test_without_a_tokenizer_no_split_is_counted(story: Story, capsys: Capture) -> None:
+    talk = say(story.call("bare", say([], "a"), "one", fingerprint=None), "b")
+    story.call("bare", talk, "two", fingerprint=None)
+    found = audited(capsys, story.url, "alpha", "bare")
+    assert by_id(found)["alpha"]["splits_avoided"] == 0
+    assert by_id(found)["bare"]["splits_avoided"] is None
+    assert found["totals"]["splits_avoided"] is None
+    assert main(["audit", story.url, "bare"]) == 0
+    assert "splits avoided" not in capsys.readouterr().out
 
 
 def test_an_empty_store(tmp_path: Path, capsys: Capture) -> None:

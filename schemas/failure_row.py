@@ -13,6 +13,9 @@ FAILURE_ROW_VERSION = 1
 FAILURE_PARTITION = "failures"
 """Default partition of failure rows; keys are ``rollout/call/attempt`` as for staged rows."""
 
+_KEY_PART = 400
+"""Characters: two parts of four bytes each stay below every store's limit for a key."""
+
 FAILURE_COLUMNS: tuple[Column, ...] = (
     Column("rollout_id", pa.string(), "rollout of the call"),
     Column("model_call_id", pa.string(), "call that has no staged row"),
@@ -32,6 +35,15 @@ class FailureRow:
     code: str
     message: str
     created_at: float
+
+    @property
+    def key_names(self) -> tuple[str, str]:
+        """Rollout and call as parts of the row's key: whatever a client calls its call, a store
+        takes them (no NUL, and not too long); the columns keep the names as they came.
+        """
+        names = (self.rollout_id, self.model_call_id)
+        rollout_id, call_id = (name.replace("\0", "\\0")[:_KEY_PART] for name in names)
+        return rollout_id, call_id
 
     def to_batch(self) -> pa.RecordBatch:
         """One row under ``FAILURE_ROW_SCHEMA``."""

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tokenplane.capture.ledger import ROLLOUT_ID
 from tokenplane.engine_adapter.call_path.call_path import OnTokens
 from tokenplane.engine_adapter.call_path.call_types import CallOutcome, ModelCall
 from tokenplane.engine_adapter.engine import EngineState
@@ -168,8 +169,11 @@ class ModelRoutes:
 
 def _status_headers(outcome: CallOutcome) -> dict[str, str]:
     headers: dict[str, str] = {CAPTURE_HEADER: outcome.status}
-    if outcome.model_call_id is not None:
-        headers[CALL_HEADER] = outcome.model_call_id
+    ident = outcome.model_call_id
+    # Gym names its calls as it likes, and a header takes no line feed and no letter beyond ASCII;
+    # its coordinates hold the name anyway.
+    if ident is not None and ROLLOUT_ID.fullmatch(ident):
+        headers[CALL_HEADER] = ident
     return headers
 
 

@@ -67,6 +67,11 @@ _RESERVED_KWARGS = frozenset(
     }
 )
 """Parameters of transformers' ``apply_chat_template`` itself."""
+_WRITABLE_DEPTH = 254
+"""As deep as orjson writes; it reads 1024."""
+_MARGIN = 22
+MAX_DEPTH = _WRITABLE_DEPTH - _MARGIN
+"""Most levels of objects and lists in a body, itself included."""
 _TRANSPORT_FIELDS = ("stream", "stream_options")
 """They shape how the answer travels, not the answer: a retry may differ in them."""
 
@@ -170,7 +175,22 @@ def _parse_json(raw: bytes) -> dict[str, Any]:
         raise RequestRejectedError(f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise RequestRejectedError("the body must be a JSON object", code="invalid_json")
+    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH:
+        _check_depth(body)
     return body
+
+
+def _check_depth(body: dict[str, Any]) -> None:
+    """Refuse what reads but cannot be written again: digests and templates nest it even deeper."""
+    value = body
+    for _ in range(_MARGIN):
+        value = {"": value}
+    try:
+        orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        raise RequestRejectedError(
+            "the body is nested too deeply", code="invalid_json", expected=f"<= {MAX_DEPTH} levels"
+        ) from error
 
 
 def _template_kwargs(body: Body) -> dict[str, Any]:

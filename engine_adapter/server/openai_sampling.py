@@ -17,6 +17,10 @@ from tokenplane.engine_adapter.server.openai_fields import (
 from tokenplane.schemas.errors import ConfigError
 
 MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024
+"""Characters of one stop string: every sampled token is compared with all its beginnings."""
+MAX_STOP_IDS = 1024
+_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +112,12 @@ def parse_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:
             "top_p", "is out of range", expected="above 0, at most 1 (1 is off)", got=top_p
         )
     top_k = read_int(body, "top_k")
-    if top_k is not None and top_k < -1:
+    if top_k is not None and not -1 <= top_k <= _INT32_MAX:
         raise rejected(
-            "top_k", "is out of range", expected=">= 1, or 0, -1 or null for off", got=top_k
+            "top_k",
+            "is out of range",
+            expected=f"1 to {_INT32_MAX}, or 0, -1 or null for off",
+            got=top_k,
         )
     seed = read_int(body, "seed")
     if seed is not None and not -(2**63) <= seed < 2**63:
@@ -131,15 +138,28 @@ def parse_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:
 def _stop_strings(body: Body) -> tuple[str, ...]:
     value = body.get("stop")
     stops = [] if value is None else [value] if isinstance(value, str) else value
-    texts = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
+    texts = isinstance(stops, list) and all(
+        isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops
+    )
     if not texts or len(stops) > MAX_STOPS:
-        raise rejected("stop", "is malformed", expected=f"up to {MAX_STOPS} texts", got=value)
+        raise rejected(
+            "stop",
+            "is malformed",
+            expected=f"up to {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters",
+            got=value,
+        )
     return tuple(stops)
 
 
 def _stop_token_ids(body: Body) -> tuple[int, ...]:
     value = body.get("stop_token_ids")
     ids = [] if value is None else value
-    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-        raise rejected("stop_token_ids", "is malformed", expected="a list of token ids", got=value)
+    listed = isinstance(ids, list) and len(ids) <= MAX_STOP_IDS
+    if not listed or not all(type(i) is int and 0 <= i <= _INT32_MAX for i in ids):
+        raise rejected(
+            "stop_token_ids",
+            "is malformed",
+            expected=f"a list of up to {MAX_STOP_IDS} token ids",
+            got=value,
+        )
     return tuple(ids)

@@ -16,16 +16,23 @@ Override no test. ``contract_suite.stateful`` adds random operations against a m
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pyarrow as pa
 import pytest
 
-from tokenplane.schemas.errors import KeyConflictError, StoreError
+from tokenplane.schemas.errors import (
+    KeyConflictError,
+    RowHeldError,
+    StoreError,
+    StoreFullError,
+)
 from tokenplane.staging.contract_suite.backend import FakeClock, StoreBackend, plain_row, same_bits
 from tokenplane.staging.contract_suite.blobs import BlobContract, BudgetContract
 from tokenplane.staging.contract_suite.claims import ClaimContract, taken
+from tokenplane.staging.contract_suite.holds import ALL_OF_IT, HoldContract
 from tokenplane.staging.contract_suite.keys import KeyContract
 from tokenplane.staging.contract_suite.retention import RetentionContract, SealContract
 from tokenplane.staging.contract_suite.rows import RowContract
@@ -34,6 +41,9 @@ from tokenplane.staging.store_types import Durability, Sharing, to_blob
 
 PROCESSES = 3
 ROWS_PER_PROCESS = 12
+BUDGET_ROW_BYTES = 20_000
+BUDGET = 5 * (BUDGET_ROW_BYTES + 2_000)
+BUDGET_ROWS = 6
 
 
 class StagingStoreContract(
@@ -44,6 +54,7 @@ class StagingStoreContract(
     BudgetContract,
     SealContract,
     RetentionContract,
+    HoldContract,
 ):
     """What every store does. A subclass gives the fixture ``backend`` and the two constants."""
 
@@ -118,6 +129,46 @@ class SharedStoreContract(StagingStoreContract):
             assert right.discard("p", right.keys("p")) == 39
             assert left.put("p", "l0", plain_row(1))
 
+    def test_a_hold_reaches_other_stores_and_outlives_its_reader(
+        self, backend: StoreBackend, clock: FakeClock
+    ) -> None:
+        with backend.open(clock=clock) as remover:
+            with backend.open(clock=clock) as reader:
+                for key in ("a/1", "b/1"):
+                    reader.put("p", key, plain_row())
+                reader.hold("p", "a/", lease_s=10)
+                with pytest.raises(RowHeldError):
+                    remover.discard("p", ["a/1"])
+            # The reader is gone without a word: for as long as it said, and no longer.
+            assert remover.sweep(ALL_OF_IT).rows == 1
+            assert remover.keys("p") == ["a/1"]
+            clock.advance(10)
+            assert remover.sweep(ALL_OF_IT).rows == 1
+
+    def test_processes_share_one_budget(self, backend: StoreBackend) -> None:
+        with backend.open() as store:
+            done = threading.Event()
+            most: list[int] = []
+
+            def watch() -> None:
+                while not done.wait(0.02):
+                    most.append(store.stats().bytes)
+
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            try:
+                opener = backend.opener(max_bytes=BUDGET, full_wait_s=0.1)
+                results = run_processes(_fill_and_make_room, opener, PROCESSES)
+            finally:
+                done.set()
+                watcher.join()
+            assert max(most) <= BUDGET
+            written = [count for count, _ in results]
+            refused = sum(count for _, count in results)
+            assert written == [BUDGET_ROWS] * PROCESSES
+            assert refused > 0  # there was less room than all of them wanted at once
+            assert store.keys("p") == []
+
     def test_one_of_many_racing_processes_wins_each_key(self, backend: StoreBackend) -> None:
         with backend.open() as store:
             results = run_processes(_race, backend.opener(), PROCESSES)
@@ -152,6 +203,28 @@ def run_processes(
         barrier = manager.Barrier(count, timeout=120)
         jobs = [pool.apply_async(work, (barrier, opener, index)) for index in range(count)]
         return [job.get(timeout=150) for job in jobs]
+
+
+def _fill_and_make_room(
+    barrier: Any, opener: Callable[[], StagingStore], index: int
+) -> tuple[int, int]:
+    """(rows written, puts refused): whoever finds no room removes rows of its own."""
+    mine: list[str] = []
+    refused = 0
+    with opener() as store:
+        barrier.wait()
+        for number in range(BUDGET_ROWS):
+            key = f"{index}/{number}"
+            while True:
+                try:
+                    store.put("p", key, plain_row(number, size=BUDGET_ROW_BYTES))
+                    break
+                except StoreFullError:
+                    refused += 1
+                    store.discard("p", [mine.pop(0)] if mine else [])
+            mine.append(key)
+        store.discard("p", mine)
+    return BUDGET_ROWS, refused
 
 
 def _race(barrier: Any, opener: Callable[[], StagingStore], index: int) -> list[tuple[str, str]]:

@@ -95,7 +95,9 @@ class StoreBackend(ABC):
     def raw_write_blob(self, store: StagingStore, sha256: bytes, data: bytes) -> None:
         """Replace the stored content of an existing blob."""
 
-    def opener(self) -> Callable[[], StagingStore]:
+    def opener(
+        self, *, max_bytes: int | None = None, full_wait_s: float | None = None
+    ) -> Callable[[], StagingStore]:
         """Something that pickles and opens the same store in another process (shared stores)."""
         raise TypeError(f"{type(self).__name__} opens no store that processes share")
 

@@ -158,6 +158,83 @@ class ClaimContract:
         groups = [group for result in results if isinstance(result, list) for group in result]
         assert sorted(groups) == ["a", "b", "c", "d", "e"]
 
+    def test_a_group_waits_for_its_members(self, store: StagingStore, clock: FakeClock) -> None:
+        def claim(wait_s: float | None = None) -> str:
+            return taken(
+                store.claim(
+                    "p",
+                    "c",
+                    max_rows=9,
+                    lease_s=5,
+                    group_column="group",
+                    group_size=3,
+                    group_wait_s=wait_s,
+                )
+            )
+
+        fill(store, "ab.a")  # from several publishers, one by one
+        assert claim() == "2"  # without a group: complete by itself
+        assert store.stats("p").backlog == {"c": 4}
+        store.ack("p", "c", ["2"])
+        clock.advance(20)
+        store.put("p", "4", plain_row(4, group="a"))
+        assert claim() == "034"
+        # A group that was handed out once stays claimable, whatever is left of it.
+        store.ack("p", "c", ["0", "3"])
+        assert claim() == ""
+        clock.advance(5)
+        assert claim() == "4"
+        store.ack("p", "c", ["4"])
+        assert claim() == ""
+        assert claim(wait_s=26) == ""
+        assert claim(wait_s=25) == "1"  # the newest member is that old: the others never come
+        assert store.stats("p").backlog == {"c": 1}
+
+    def test_a_late_member_starts_the_wait_anew(
+        self, store: StagingStore, clock: FakeClock
+    ) -> None:
+        fill(store, "a")
+        clock.advance(10)
+        store.put("p", "1", plain_row(1, group="a"))
+
+        def claim() -> str:
+            return taken(
+                store.claim(
+                    "p",
+                    "c",
+                    max_rows=9,
+                    lease_s=5,
+                    group_column="group",
+                    group_size=3,
+                    group_wait_s=10,
+                )
+            )
+
+        assert claim() == ""
+        clock.advance(10)
+        assert claim() == "01"
+
+    def test_half_a_group_rule_is_refused(self, store: StagingStore) -> None:
+        with pytest.raises(ConfigError):
+            store.claim("p", "c", max_rows=1, lease_s=1, group_size=2)
+        with pytest.raises(ConfigError):
+            store.claim("p", "c", max_rows=1, lease_s=1, group_column="group", group_wait_s=1)
+
+    def test_claims_and_order_survive_a_clock_that_jumps(
+        self, store: StagingStore, clock: FakeClock
+    ) -> None:
+        fill(store, ".")
+        store.claim("p", "c", max_rows=9, lease_s=10)
+        clock.advance(-1e6)
+        store.put("p", "1", plain_row(1))
+        assert store.keys("p") == ["0", "1"]
+        assert taken(store.claim("p", "c", max_rows=9, lease_s=10)) == "1"
+        clock.advance(1e6 + 9)
+        assert store.release("p", "c", ["0"]) == 1  # its lease was longer than it should be
+        claims = store.claim("p", "c", max_rows=9, lease_s=10)
+        assert [(claim.key, claim.attempt) for claim in claims] == [("0", 2), ("1", 2)]
+        assert store.ack("p", "c", ["0", "1"]) == 2
+
     def test_rows_are_grouped_by_plain_values_only(self, store: StagingStore) -> None:
         fill(store, "ab")
         with pytest.raises(SchemaMismatchError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from tokenplane.schemas.errors import (
@@ -18,6 +20,7 @@ from tokenplane.staging.contract_suite.backend import (
     same_bits,
 )
 from tokenplane.staging.contract_suite.claims import fill, taken
+from tokenplane.staging.contract_suite.rows import run_together
 from tokenplane.staging.store import StagingStore
 from tokenplane.staging.store_types import RetentionPolicy, to_blob
 
@@ -154,6 +157,81 @@ class RetentionContract:
         assert report.rows == 2
         assert store.keys("p") == ["a_/1", "b/1"]
         assert len(store.keys("q")) == 4
+
+    def test_a_whole_prefix_goes_or_nothing_of_it(
+        self, store: StagingStore, clock: FakeClock
+    ) -> None:
+        def sweep(prefix: str) -> int:
+            policy = RetentionPolicy(
+                max_age_s=10, partition="p", prefix=prefix, whole=True, orphan_age_s=None
+            )
+            dry = store.sweep(policy, dry_run=True)
+            report = store.sweep(policy)
+            assert (dry.rows, dry.bytes, dry.remaining_bytes) == (
+                report.rows,
+                report.bytes,
+                report.remaining_bytes,
+            )
+            return report.rows
+
+        for key in ("a/1", "b/1", "c/1", "d/1", "e/1"):
+            store.put("p", key, plain_row(), blobs=[to_blob(key.encode())])
+        clock.advance(8)
+        for key in ("a/2", "b/2", "c/2", "d/2"):
+            store.put("p", key, plain_row())
+        clock.advance(8)
+        assert sweep("a/") == 0  # the second row is too young
+        assert sweep("e/") == 1
+        clock.advance(8)
+        assert sweep("a/") == 2
+        store.ack("p", "c", ["b/1"])
+        assert sweep("b/") == 0  # a consumer waits for the second row
+        store.ack("p", "c", ["b/2", "c/1", "c/2", "d/1", "d/2"])
+        hold = store.hold("p", "c/2", lease_s=5)
+        assert (sweep("b/"), sweep("c/")) == (2, 0)
+        store.end_hold(hold)
+        assert (sweep("c/"), sweep("nothing")) == (2, 0)
+        assert store.keys("p") == ["d/1", "d/2"]
+
+    def test_a_clock_that_jumps_removes_nothing_early(
+        self, store: StagingStore, clock: FakeClock
+    ) -> None:
+        clock.advance(1e6)
+        store.put("p", "k", plain_row())
+        clock.advance(-1e6)  # the row is from the future now
+        assert store.sweep(RetentionPolicy(max_age_s=0)).rows == 0
+        clock.advance(1e6 + 9)
+        assert store.sweep(RetentionPolicy(max_age_s=10)).rows == 0
+        clock.advance(1)
+        assert store.sweep(RetentionPolicy(max_age_s=10)).rows == 1
+
+    def test_readers_see_whole_rows_or_none_while_they_are_sealed_and_swept(
+        self, store: StagingStore
+    ) -> None:
+        rows = {str(number): plain_row(number, size=300) for number in range(30)}
+
+        def read() -> None:
+            while not done.is_set():
+                for key in store.keys("p"):
+                    try:
+                        (row,) = store.get("p", [key])
+                    except MissingRowError:
+                        continue
+                    assert same_bits(row, rows[key])
+                assert all(same_bits(row, rows[key]) for key, row in store.scan("p"))
+
+        def work() -> None:
+            try:
+                for _ in range(3):
+                    for key, row in rows.items():
+                        store.put("p", key, row)
+                    store.seal("p")
+                    assert store.sweep(RetentionPolicy(max_age_s=0)).rows == len(rows)
+            finally:
+                done.set()
+
+        done = threading.Event()
+        assert run_together(read, work) == [None, None]
 
     def test_a_leased_row_is_never_removed(self, store: StagingStore, clock: FakeClock) -> None:
         fill(store, "...")

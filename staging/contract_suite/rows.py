@@ -31,9 +31,14 @@ RACERS = 8
 
 
 def run_together(*jobs: Callable[[], object]) -> list[object]:
-    """Start the jobs in threads at one moment; each one's result, or the error it raised."""
+    """Start the jobs in threads at one moment; each one's result, or the store's error.
+
+    Raises:
+        BaseException: whatever else a job raised, a failed assertion for example.
+    """
     start = threading.Barrier(len(jobs))
     results: list[object] = [None] * len(jobs)
+    failures: list[BaseException] = []
 
     def run(index: int, job: Callable[[], object]) -> None:
         start.wait()
@@ -41,12 +46,16 @@ def run_together(*jobs: Callable[[], object]) -> list[object]:
             results[index] = job()
         except StoreError as exc:
             results[index] = exc
+        except BaseException as exc:  # noqa: BLE001 - carried over to the test
+            failures.append(exc)
 
     threads = [threading.Thread(target=run, args=job) for job in enumerate(jobs)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if failures:
+        raise failures[0]
     return results
 
 
@@ -244,6 +253,7 @@ class RowContract:
         store = backend.open()
         store.put("p", "k", plain_row())
         scan = store.scan("p")
+        hold = store.hold("p", "other", lease_s=1)
         store.close()
         store.close()
         calls: list[Callable[[], object]] = [
@@ -257,6 +267,9 @@ class RowContract:
             lambda: store.claim("p", "c", max_rows=1, lease_s=1),
             lambda: store.ack("p", "c", ["k"]),
             lambda: store.release("p", "c", ["k"]),
+            lambda: store.hold("p", lease_s=1),
+            lambda: store.extend_hold(hold, lease_s=1),
+            lambda: store.end_hold(hold),
             lambda: store.stats(),
             lambda: store.seal("p"),
             lambda: store.sweep(RetentionPolicy()),

@@ -10,7 +10,7 @@ All examples share one store; each has a partition of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 import pytest
@@ -28,11 +28,12 @@ from hypothesis.stateful import (
 from tokenplane.schemas.errors import (
     KeyConflictError,
     MissingRowError,
+    RowHeldError,
     SealedPartitionError,
 )
 from tokenplane.staging.contract_suite.backend import FakeClock, StoreBackend, plain_row, same_bits
 from tokenplane.staging.store import StagingStore
-from tokenplane.staging.store_types import RetentionPolicy, to_blob
+from tokenplane.staging.store_types import Hold, RetentionPolicy, to_blob
 
 KEYS = st.sampled_from(["a", "a/1", "a/2", "a%", "b", "b/1", "\u00e9"])
 PREFIXES = st.sampled_from(["", "a", "a/", "a%", "b", "\u00e9", "nothing"])
@@ -78,6 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.partition = f"example {session.examples}"
         self.rows: dict[str, _Stored] = {}
         self.consumers: dict[str, _Consumer] = {}
+        self.holds: list[Hold] = []
         self.sealed = False
 
     @property
@@ -123,8 +125,33 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(keys=KEY_SETS)
     def discard(self, keys: list[str]) -> None:
         there = [key for key in keys if key in self.rows]
+        if any(self._is_held(key) for key in there):
+            with pytest.raises(RowHeldError):
+                self.store.discard(self.partition, keys)
+            return
         assert self.store.discard(self.partition, keys) == len(there)
         self._forget(there)
+
+    @rule(prefix=PREFIXES)
+    def hold(self, prefix: str) -> None:
+        self.holds.append(self.store.hold(self.partition, prefix, lease_s=LEASE_S))
+
+    @precondition(lambda self: self.holds)
+    @rule(ends=st.booleans())
+    def end_or_extend_a_hold(self, ends: bool) -> None:
+        hold = self.holds.pop(0)
+        if ends:
+            self.store.end_hold(hold)
+            return
+        live = hold.expires_at_s > self.clock()
+        assert self.store.extend_hold(hold, lease_s=LEASE_S) is live
+        if live:
+            self.holds.append(replace(hold, expires_at_s=self.clock() + LEASE_S))
+
+    def _is_held(self, key: str) -> bool:
+        return any(
+            key.startswith(hold.prefix) and hold.expires_at_s > self.clock() for hold in self.holds
+        )
 
     @rule(prefix=PREFIXES)
     def scan(self, prefix: str) -> None:
@@ -199,25 +226,37 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.seal(self.partition)
         self.sealed = True
 
-    @rule(age=st.sampled_from([0.0, 5.0]), prefix=PREFIXES, all_of_it=st.booleans())
-    def sweep(self, age: float, prefix: str, all_of_it: bool) -> None:
+    @rule(
+        age=st.sampled_from([0.0, 5.0]),
+        prefix=PREFIXES,
+        all_of_it=st.booleans(),
+        whole=st.booleans(),
+    )
+    def sweep(self, age: float, prefix: str, all_of_it: bool, whole: bool) -> None:
         policy = RetentionPolicy(
-            max_age_s=age, partition=self.partition, prefix=prefix, include_backlog=all_of_it
+            max_age_s=age,
+            partition=self.partition,
+            prefix=prefix,
+            include_backlog=all_of_it,
+            whole=whole,
         )
         dry = self.store.sweep(policy, dry_run=True)
         report = self.store.sweep(policy)
         assert (dry.rows, dry.bytes, dry.blobs) == (report.rows, report.bytes, report.blobs)
-        gone = []
-        for key, stored in self.rows.items():
-            readers = self.consumers.values()
-            if not key.startswith(prefix) or self.clock() - stored.created_at < age:
-                continue
-            if any(self._is_leased(reader, key) for reader in readers):
-                continue
-            if all_of_it or all(key in reader.acked for reader in readers):
-                gone.append(key)
+        chosen = [key for key in self.rows if key.startswith(prefix)]
+        gone = [key for key in chosen if self._may_go(key, age, all_of_it)]
+        if whole and gone != chosen:
+            gone = []
         assert report.rows == len(gone)
         self._forget(gone)
+
+    def _may_go(self, key: str, age: float, all_of_it: bool) -> bool:
+        readers = self.consumers.values()
+        if self.clock() - self.rows[key].created_at < age or self._is_held(key):
+            return False
+        if any(self._is_leased(reader, key) for reader in readers):
+            return False
+        return all_of_it or all(key in reader.acked for reader in readers)
 
     @precondition(lambda self: self.session.reopens)
     @rule()

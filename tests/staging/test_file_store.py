@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlencode
 
 import apsw
 import pytest
@@ -60,8 +61,12 @@ class FileBackend(StoreBackend):
         (path,) = (self.root / "blobs").glob(f"*/{sha256.hex()}")
         path.write_bytes(data)
 
-    def opener(self) -> Callable[[], StagingStore]:
-        return partial(open_store, self.root.as_uri())
+    def opener(
+        self, *, max_bytes: int | None = None, full_wait_s: float | None = None
+    ) -> Callable[[], StagingStore]:
+        given = {"max_bytes": max_bytes, "full_wait_s": full_wait_s}
+        query = urlencode({name: value for name, value in given.items() if value is not None})
+        return partial(open_store, f"{self.root.as_uri()}?{query}")
 
 
 class TestFileStore(SharedStoreContract):

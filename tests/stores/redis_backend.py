@@ -71,5 +71,9 @@ class RedisBackend(StoreBackend):
         assert self.client.exists(name)
         self.client.set(name, data)
 
-    def opener(self) -> Callable[[], StagingStore]:
-        return partial(open_store, f"{self.server.url}?namespace={self.namespace}")
+    def opener(
+        self, *, max_bytes: int | None = None, full_wait_s: float | None = None
+    ) -> Callable[[], StagingStore]:
+        given = {"max_bytes": max_bytes, "full_wait_s": full_wait_s}
+        more = "".join(f"&{name}={value}" for name, value in given.items() if value is not None)
+        return partial(open_store, f"{self.server.url}?namespace={self.namespace}{more}")

@@ -48,5 +48,9 @@ class QueueBackend(StoreBackend):
     def raw_write_blob(self, store: StagingStore, sha256: bytes, data: bytes) -> None:
         self.raw.raw_write_blob(store, sha256, data)
 
-    def opener(self) -> Callable[[], StagingStore]:
-        return partial(open_store, self.url(connect_s=0))
+    def opener(
+        self, *, max_bytes: int | None = None, full_wait_s: float | None = None
+    ) -> Callable[[], StagingStore]:
+        given = {"max_bytes": max_bytes, "full_wait_s": full_wait_s}
+        more = {name: value for name, value in given.items() if value is not None}
+        return partial(open_store, self.url(connect_s=0, **more))

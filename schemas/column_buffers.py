@@ -146,9 +146,12 @@ def _list_writer(kind: pa.DataType) -> Write | None:
 
 
 def _struct_writer(kind: pa.DataType) -> Write | None:
-    members = [(item.name, not item.nullable, make_writer(item.type)) for item in kind]
-    if any(write is None for _, _, write in members):
-        return None
+    members = []
+    for item in kind:
+        write_item = make_writer(item.type)
+        if write_item is None:
+            return None
+        members.append((item.name, not item.nullable, write_item))
 
     def write(values: list[Any], body: Body) -> None:
         given = _start(values, body, _DICTS, {})

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -162,14 +163,22 @@ def _one_null(kind: pa.DataType) -> pa.Array:
     return pa.nulls(1, kind)
 
 
-def list_value(batch: pa.RecordBatch, name: str, row: int = 0) -> np.ndarray[Any, Any]:
-    """Row ``row`` of a list column as a read-only numpy view of the Arrow buffer."""
+def list_value(batch: pa.RecordBatch, name: str | int, row: int = 0) -> np.ndarray[Any, Any]:
+    """Row ``row`` of a list column as a read-only numpy view of the Arrow buffer.
+
+    Args:
+        name: of the column, or its position.
+    """
     column = batch.column(name)
-    start, end = column.offsets[row].as_py(), column.offsets[row + 1].as_py()
-    array: np.ndarray[Any, Any] = column.values.slice(start, end - start).to_numpy(
-        zero_copy_only=True
-    )
+    items = column.values
+    start, end = _OFFSETS.unpack_from(column.buffers()[1], 4 * (column.offset + row))
+    if start or end != len(items):
+        items = items.slice(start, end - start)
+    array: np.ndarray[Any, Any] = items.to_numpy(zero_copy_only=True)
     return array
+
+
+_OFFSETS = Struct("<2i")
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

@@ -112,7 +112,10 @@ def _message(layout: _Layout, row: _Row) -> bytes:
 def _make_layout(schema: pa.Schema) -> _Layout | None:
     if not len(schema) or len(set(schema.names)) < len(schema):
         return None
-    places, nodes, sizes, columns = {}, [], [], []
+    places: dict[str, _Place] = {}
+    nodes: list[int] = []
+    sizes: list[int] = []
+    columns: list[bytes] = []
     nulls = [pa.nulls(1, item.type) for item in schema]
     for at, item in enumerate(schema):
         null = _as_written(nulls[at])

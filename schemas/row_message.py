@@ -17,19 +17,35 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import pyarrow as pa
 
-from tokenplane.schemas.columns import SCHEMA_FINGERPRINT_KEY
 from tokenplane.schemas.errors import CorruptRowError
+from tokenplane.schemas.schema_memo import SchemaMemo
 
 MAGIC = b"TKPLROW1"
 HEADER_BYTES = 64
 _HEADER = struct.Struct("<8sQ32s16s")
 _RESERVED = bytes(16)
-_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-_MAX_SCHEMAS = 64
-_SCHEMA_MESSAGES: dict[bytes | None, tuple[pa.Schema, bytes]] = {}
+_CONTINUATION = b"\xff\xff\xff\xff"
+_END_OF_STREAM = _CONTINUATION + bytes(4)
+
+
+class _Start(NamedTuple):
+    """The schema message that a stream begins with."""
+
+    message: bytes
+    hashed: hashlib._Hash
+    """SHA-256 of it so far, to be copied."""
+
+
+def _make_start(schema: pa.Schema) -> _Start:
+    message = schema.serialize().to_pybytes()
+    return _Start(message, hashlib.sha256(message))
+
+
+_start_of = SchemaMemo(_make_start)
 
 
 def encode_message(batch: pa.RecordBatch) -> bytes:
@@ -39,24 +55,14 @@ def encode_message(batch: pa.RecordBatch) -> bytes:
     to the same bytes again. A slice of a longer batch may not: Arrow leaves undefined bytes under a
     null struct.
     """
-    parts = (_schema_message(batch.schema), batch.serialize(), _END_OF_STREAM)
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    size = sum(memoryview(part).nbytes for part in parts)
-    return b"".join((_HEADER.pack(MAGIC, size, digest.digest(), _RESERVED), *parts))
-
-
-def _schema_message(schema: pa.Schema) -> bytes:
-    """The schema as the stream begins with it; kept, for rows of few schemas come in thousands."""
-    place = (schema.metadata or {}).get(SCHEMA_FINGERPRINT_KEY)
-    known = _SCHEMA_MESSAGES.get(place)
-    if known is None or not schema.equals(known[0], check_metadata=True):
-        known = (schema, schema.serialize().to_pybytes())
-        if len(_SCHEMA_MESSAGES) >= _MAX_SCHEMAS:
-            _SCHEMA_MESSAGES.clear()
-        _SCHEMA_MESSAGES[place] = known
-    return known[1]
+    start = _start_of(batch.schema)
+    body = batch.serialize()
+    digest = start.hashed.copy()
+    digest.update(body)
+    digest.update(_END_OF_STREAM)
+    size = len(start.message) + body.size + len(_END_OF_STREAM)
+    head = _HEADER.pack(MAGIC, size, digest.digest(), _RESERVED)
+    return b"".join((head, start.message, body, _END_OF_STREAM))
 
 
 def decode_message(
@@ -109,10 +115,6 @@ def _read_batch(payload: pa.Buffer) -> pa.RecordBatch:
     if end != _END_OF_STREAM:
         raise ValueError("more than one batch")
     return batch
-
-
-_CONTINUATION = b"\xff\xff\xff\xff"
-_END_OF_STREAM = _CONTINUATION + bytes(4)
 
 
 def _schema_bytes(payload: pa.Buffer) -> int:

@@ -25,6 +25,7 @@ from tokenplane.schemas.errors import (
     TokenplaneError,
 )
 from tokenplane.schemas.row_message import decode_message, encode_message, message_digest
+from tokenplane.schemas.schema_memo import SchemaMemo
 
 MAX_KEY_BYTES: Final = 4096
 IDENTITY_COLUMNS: Final = {"staged-row": "staging_key", "training-row": "row_id"}
@@ -165,10 +166,27 @@ def select_columns(
     """
     if columns is None:
         return batch
-    lacking = [name for name in columns if batch.schema.get_field_index(name) < 0]
-    if lacking:
-        raise SchemaMismatchError("the row has no such column", got=lacking, key=key)
-    return batch.select(list(columns))
+    places = _places_of(batch.schema)
+    wanted = tuple(columns)
+    at = places.get(wanted)
+    if at is None:
+        names = batch.schema.names
+        lacking = [name for name in wanted if names.count(name) != 1]
+        if lacking:
+            raise SchemaMismatchError("the row has no such column", got=lacking, key=key)
+        at = [names.index(name) for name in wanted]
+        if len(places) < _MAX_SELECTIONS:
+            places[wanted] = at
+    return batch.select(at)
+
+
+def _no_places(_schema: pa.Schema) -> dict[tuple[str, ...], list[int]]:
+    return {}
+
+
+_places_of = SchemaMemo(_no_places)
+"""By schema: selections of its columns that were asked for, and where those stand."""
+_MAX_SELECTIONS: Final = 64
 
 
 def check_blob(data: bytes, sha256: bytes) -> pa.Buffer:
@@ -191,12 +209,21 @@ def row_binding(partition: str, key: str, digest: bytes) -> bytes:
 
 def identity_of(row: pa.RecordBatch) -> str | None:
     """The key that the row itself names; None where its schema has no such column."""
-    name = (row.schema.metadata or {}).get(SCHEMA_NAME_KEY)
-    column = None if name is None else IDENTITY_COLUMNS.get(name.decode())
-    if column is None or row.schema.get_field_index(column) < 0:
+    at = _identity_place(row.schema)
+    if at is None:
         return None
-    identity: str | None = row.column(column)[0].as_py()
+    identity: str | None = row.column(at)[0].as_py()
     return identity
+
+
+def _find_identity(schema: pa.Schema) -> int | None:
+    name = (schema.metadata or {}).get(SCHEMA_NAME_KEY)
+    column = None if name is None else IDENTITY_COLUMNS.get(name.decode())
+    at = -1 if column is None else schema.get_field_index(column)
+    return None if at < 0 else at
+
+
+_identity_place = SchemaMemo(_find_identity)
 
 
 def schema_label(schema: pa.Schema) -> str:
@@ -208,24 +235,11 @@ def schema_label(schema: pa.Schema) -> str:
         SchemaMismatchError: the fields are not those of the schema that the metadata claims, or a
             row of this schema would not read back (dictionary columns do not).
     """
+    return _label_of(schema)
+
+
+def _checked_label(schema: pa.Schema) -> str:
     metadata = schema.metadata or {}
-    place = (metadata.get(SCHEMA_FINGERPRINT_KEY), *schema.names)
-    known = _LABELS.get(place)
-    if known is not None and schema.equals(known[0], check_metadata=True):
-        return known[1]
-    label = _checked_label(schema, metadata)
-    if len(_LABELS) >= _MAX_LABELS:
-        _LABELS.clear()
-    _LABELS[place] = (schema, label)
-    return label
-
-
-# Hashing or printing a schema costs as much as storing a row; comparing it to a known one does not.
-_MAX_LABELS = 256
-_LABELS: dict[tuple[object, ...], tuple[pa.Schema, str]] = {}
-
-
-def _checked_label(schema: pa.Schema, metadata: dict[bytes, bytes]) -> str:
     empty = pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in schema], schema=schema)
     try:
         same = decode_message(encode_message(empty)).schema.equals(schema, check_metadata=True)
@@ -243,3 +257,6 @@ def _checked_label(schema: pa.Schema, metadata: dict[bytes, bytes]) -> str:
             "the columns are not those of the schema that the row claims", got=f"{name} {version}"
         )
     return f"tokenplane:{name}"
+
+
+_label_of = SchemaMemo(_checked_label)

@@ -22,7 +22,7 @@ from tokenplane.schemas.schema_memo import MAX_SCHEMAS, SchemaMemo
 
 @given(row=STAGED_ROWS | training_rows() | LEDGER_ROWS)
 def test_no_value_of_our_own_rows_needs_pyarrow(row: Any) -> None:
-    taken = []
+    taken: list[tuple[Any, Any]] = []
 
     def both(schema: pa.Schema, values: Mapping[str, Any]) -> pa.RecordBatch:
         taken.append((lay_out_row(schema, values), convert_row(schema, values)))

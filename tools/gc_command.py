@@ -14,15 +14,21 @@ from rich.progress import Progress
 
 from tokenplane.schemas.errors import ConfigError
 from tokenplane.schemas.failure_row import FAILURE_PARTITION
+from tokenplane.schemas.gym_ledger_row import GYM_LEDGER_PARTITION
 from tokenplane.schemas.staged_row import STAGED_PARTITION
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store import StagingStore
 from tokenplane.staging.store_types import RetentionPolicy, SweepReport
 from tokenplane.tools.command_frame import coded_errors, command_parser
+from tokenplane.tools.gc_orphans import OrphanReport, open_manifests, remove_orphans
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_BY_ROLLOUT = (STAGED_PARTITION, FAILURE_PARTITION)
-"""Partitions whose keys begin with the rollout: ``rollout/call/attempt``."""
+_BY_ROLLOUT = (STAGED_PARTITION, FAILURE_PARTITION, GYM_LEDGER_PARTITION)
+"""Partitions whose keys begin with the rollout, in the order in which its rows go: without its
+failures or its ledger a rollout that is still staged would look like another one."""
+
+
+_COUNTS = ("rows", "bytes", "blobs", "blob_bytes", "kept_leased", "kept_held", "kept_backlog")
 
 
 @dataclass(slots=True)
@@ -35,15 +41,16 @@ class PartitionReport:
     blobs: int = 0
     blob_bytes: int = 0
     kept_leased: int = 0
+    kept_held: int = 0
     kept_backlog: int = 0
     rollouts: int | None = None
     """Whole rollouts among them; None where rows are removed one by one."""
     kept_rollouts: int | None = None
-    """Rollouts with a row that is young enough: none of their rows goes."""
+    """Rollouts of which some row stays, so that none of their rows goes."""
 
     def add(self, swept: SweepReport) -> None:
         """Count one sweep."""
-        for name in ("rows", "bytes", "blobs", "blob_bytes", "kept_leased", "kept_backlog"):
+        for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(swept, name))
 
 
@@ -55,6 +62,8 @@ class GcReport:
     dry_run: bool
     older_than_s: float
     partitions: list[PartitionReport] = field(default_factory=list)
+    orphan_rows: OrphanReport | None = None
+    """Staged rows that nobody acknowledged; None where nobody asked for them."""
     orphans: int = 0
     """Files that a killed writer left behind."""
     sealed: list[str] = field(default_factory=list)
@@ -75,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--partition",
         action="append",
         metavar="NAME",
-        help="only this partition (repeatable; default: staged and failure rows)",
+        help="only this partition (repeatable; default: staged rows, failures, Gym ledger)",
     )
     parser.add_argument("--rollout", metavar="ID", help="only this rollout's rows")
     parser.add_argument(
@@ -83,6 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also rows that a consumer has not acknowledged",
     )
+    parser.add_argument(
+        "--orphans",
+        metavar="AGE",
+        help="also staged rows of this age that the ledger does not list (with --ledger or --gym)",
+    )
+    parser.add_argument("--ledger", metavar="STORE", help="the store of our ledger for Gym")
+    parser.add_argument("--gym", metavar="URL", help="Gym's policy model server")
     parser.add_argument(
         "--seal",
         action="append",
@@ -102,6 +118,17 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     age_s = parse_age(options.older_than)
     with open_store(options.store) as store, Progress(disable=not sys.stderr.isatty()) as progress:
+        orphans = None
+        if options.orphans is not None:
+            with open_manifests(options.ledger, options.gym) as manifest_of:
+                orphans = remove_orphans(
+                    store,
+                    parse_age(options.orphans),
+                    manifest_of,
+                    now=time.time(),
+                    rollout=options.rollout,
+                    dry_run=options.dry_run,
+                )
         report = collect_garbage(
             store,
             age_s,
@@ -110,8 +137,9 @@ def main(argv: list[str] | None = None) -> int:
             include_backlog=options.include_backlog,
             seal=options.seal,
             dry_run=options.dry_run,
-            track=lambda items, name: progress.track(list(items), description=name),
+            track=lambda items: progress.track(list(items), description="collecting"),
         )
+        report.orphan_rows = orphans
     if options.json:
         print(json.dumps(asdict(report), indent=2))
     else:
@@ -140,32 +168,35 @@ def collect_garbage(
     include_backlog: bool = False,
     seal: Iterable[str] = (),
     dry_run: bool = False,
-    track: Callable[[Iterable[str], str], Iterable[str]] = lambda items, name: items,
-    now: Callable[[], float] = time.time,
+    track: Callable[[Iterable[str]], Iterable[str]] = lambda items: items,
 ) -> GcReport:
     """Remove old rows. A rollout goes as a whole, when its newest row is old: one that still runs,
-    or was just finished and is being collected, keeps its first rows too.
+    or was just finished, keeps its first rows too. One that is being read stays. The store decides
+    and removes in one step, by its own clock.
     """
     report = GcReport(store.url, dry_run, age_s)
-    for partition in partitions:
-        part = PartitionReport(partition)
-        report.partitions.append(part)
-        prefixes = [""] if rollout is None else [f"{rollout}/"]
-        if partition in _BY_ROLLOUT:
-            ages = _rollouts(store, partition, rollout)
-            old = _removable(ages, now() - age_s)
-            part.rollouts, part.kept_rollouts = len(old), len(ages) - len(old)
-            if any(ages[name][0] <= now() - age_s for name in ages.keys() - set(old)):
-                # Some rows are old whose rollout is not: go rollout by rollout.
-                prefixes = [f"{name}/" for name in old]
-        for prefix in track(prefixes, partition):
-            policy = RetentionPolicy(
-                max_age_s=age_s,
-                partition=partition,
-                prefix=prefix,
-                include_backlog=include_backlog,
-            )
-            part.add(store.sweep(policy, dry_run=dry_run))
+    parts = {name: PartitionReport(name) for name in partitions}
+    report.partitions += parts.values()
+
+    def sweep(partition: str, prefix: str, *, whole: bool, dry: bool = dry_run) -> SweepReport:
+        policy = RetentionPolicy(
+            max_age_s=age_s,
+            partition=partition,
+            prefix=prefix,
+            include_backlog=include_backlog,
+            whole=whole,
+            orphan_age_s=None,
+        )
+        return store.sweep(policy, dry_run=dry)
+
+    families = _families(store, rollout) if parts.keys() & set(_BY_ROLLOUT) else {}
+    for name in parts.keys() & set(_BY_ROLLOUT):
+        parts[name].rollouts = parts[name].kept_rollouts = 0
+    for family in track(families):
+        _sweep_family(f"{family}/", families[family], parts, sweep)
+    for name, part in parts.items():
+        if name not in _BY_ROLLOUT:
+            part.add(sweep(name, "" if rollout is None else f"{rollout}/", whole=False))
     left = store.sweep(RetentionPolicy(), dry_run=dry_run)
     report.orphans = left.blobs
     if not dry_run:
@@ -177,26 +208,54 @@ def collect_garbage(
     return report
 
 
-def _rollouts(
-    store: StagingStore, partition: str, rollout: str | None
-) -> dict[str, tuple[float, float]]:
-    """Times of the oldest and the newest row of each rollout."""
-    ages: dict[str, tuple[float, float]] = {}
-    prefix = "" if rollout is None else f"{rollout}/"
-    for key, row in store.scan(partition, prefix, ["created_at"]):
-        name = key.rsplit("/", 2)[0]
-        if rollout in (None, name):
-            at: float = row.column(0)[0].as_py()
-            oldest, newest = ages.get(name, (at, at))
-            ages[name] = (min(oldest, at), max(newest, at))
-    return ages
+def _sweep_family(
+    prefix: str,
+    members: dict[str, set[str]],
+    parts: dict[str, PartitionReport],
+    sweep: Callable[..., SweepReport],
+) -> None:
+    """Remove one rollout's rows from every partition that was asked for, or from none."""
+    goes = True
+    for partition in (name for name in _BY_ROLLOUT if name in members):
+        swept = sweep(partition, prefix, whole=True, dry=True)
+        part = parts.get(partition)
+        if not swept.rows:
+            goes = False
+            if part is not None:
+                part.add(swept)
+    for partition in (name for name in _BY_ROLLOUT if name in members):
+        part = parts.get(partition)
+        if part is None:
+            goes = False  # it stays here, so what comes after must stay too
+            continue
+        removed = sweep(partition, prefix, whole=True) if goes else None
+        if removed is not None and removed.rows:
+            part.add(removed)
+            part.rollouts = (part.rollouts or 0) + len(members[partition])
+        else:
+            goes = False
+            part.kept_rollouts = (part.kept_rollouts or 0) + len(members[partition])
 
 
-def _removable(ages: dict[str, tuple[float, float]], limit: float) -> list[str]:
-    """Rollouts whose newest row is old, and whose prefix covers no other rollout that stays."""
-    staying = [name for name, (_, newest) in ages.items() if newest > limit]
-    covering = {name[:at] for name in staying for at, letter in enumerate(name) if letter == "/"}
-    return [name for name in ages if ages[name][1] <= limit and name not in covering]
+def _families(store: StagingStore, rollout: str | None) -> dict[str, dict[str, set[str]]]:
+    """Which rollouts have rows in which partition, by the name that all their keys begin with.
+
+    A rollout whose name begins with another one's and a slash goes and stays with that one.
+    """
+    found: dict[str, dict[str, set[str]]] = {}
+    for partition in _BY_ROLLOUT:
+        for key in store.keys(partition, "" if rollout is None else f"{rollout}/"):
+            name = key.partition("/")[0]
+            if partition != GYM_LEDGER_PARTITION:
+                name = key.rsplit("/", 2)[0]
+            found.setdefault(name, {}).setdefault(partition, set()).add(name)
+    families: dict[str, dict[str, set[str]]] = {}
+    for name in sorted(found):
+        heads = (name[:at] for at, letter in enumerate(name) if letter == "/")
+        head = next((head for head in heads if head in found), name)
+        for partition, names in found[name].items():
+            families.setdefault(head, {}).setdefault(partition, set()).update(names)
+    return families
 
 
 def _print(report: GcReport) -> None:
@@ -208,12 +267,21 @@ def _print(report: GcReport) -> None:
             f"({part.bytes} bytes, {part.blobs} blobs of {part.blob_bytes} bytes)"
         )
         kept = {
-            "rollouts too young": part.kept_rollouts or 0,
+            "rollouts": part.kept_rollouts or 0,
             "rows leased": part.kept_leased,
+            "rows being read": part.kept_held,
             "rows not acknowledged": part.kept_backlog,
         }
         if said := [f"{count} {name}" for name, count in kept.items() if count]:
             print(f"{part.partition}: kept {', '.join(said)}")
+    if report.orphan_rows is not None:
+        found = report.orphan_rows
+        print(f"{verb} {found.rows} orphaned rows ({found.bytes} bytes)")
+        if found.held or found.unknown_rollouts:
+            print(
+                f"kept {found.held} orphaned rows being read, and {found.unknown_rollouts} "
+                "rollouts that the ledger does not know"
+            )
     if report.orphans:
         print(f"{verb} {report.orphans} orphaned files")
     for name in report.sealed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -23,7 +24,9 @@ from tokenplane.schemas.errors import (
 from tokenplane.schemas.manifest import CallRecord, RolloutManifest, RolloutReceipt
 from tokenplane.schemas.staged_row import StagedRow
 from tokenplane.schemas.training_row import TRAINING_PARTITION, TrainingRow
+from tokenplane.staging.rollout_hold import RolloutHold
 from tokenplane.staging.store import StagingStore
+from tokenplane.staging.token_source import TokenSource
 
 logger = logging.getLogger("tokenplane.capture")
 
@@ -64,7 +67,8 @@ class Collector:
     ``sample_mask`` 0) with the reason, so that a group always has its size.
 
     Args:
-        source: reads staged rows (``staging.TokenSource``).
+        source: reads staged rows (``staging.TokenSource``, whose rows are held while they are read:
+            no retention removes them meanwhile).
         manifests: a ``Ledger``, a ``RolloutManifest``, or a mapping of them by rollout.
         strictness: see ``receipt.Strictness``. With ``chain`` only the chains that become rows are
             read and verified, so that a lost dead branch rejects nothing; ``gym`` needs every row.
@@ -95,23 +99,35 @@ class Collector:
             TokenplaneError: nothing is said about the rollout: a store or a manifest cannot be read
                 now (retryable), or a setting is wrong (``ConfigError``).
         """
-        outcome = RolloutOutcome(rollout) if isinstance(rollout, str) else rollout
+        return self.finalize_group([rollout])
+
+    def finalize_group(self, rollouts: Sequence[str | RolloutOutcome]) -> list[TrainingRow]:
+        """The rows of a group, in order; exactly one per rollout unless ``segments`` asks for
+        more. No member's rows can be removed until all are read.
+
+        Raises:
+            TokenplaneError: see ``finalize``.
+        """
+        outcomes = [RolloutOutcome(r) if isinstance(r, str) else r for r in rollouts]
+        with ExitStack() as stack:
+            hold = None
+            if isinstance(self._source, TokenSource):
+                names = [outcome.rollout_id for outcome in outcomes]
+                hold = RolloutHold(self._source.store, self._source.partition, names)
+                stack.enter_context(hold)
+            return [row for outcome in outcomes for row in self._finalize(outcome, hold)]
+
+    def _finalize(self, outcome: RolloutOutcome, hold: RolloutHold | None) -> list[TrainingRow]:
         try:
-            return self._rows(outcome)
+            return self._rows(outcome, hold)
         except (TokenplaneError, ValueError) as exc:
             _pass_on(exc)
             code = code_of(exc, "invalid_manifest")
             if isinstance(exc, ReceiptVerificationError) and code == "rollout_failed":
                 code = exc.message
             logger.warning("rollout %s is not proven: %s", outcome.rollout_id, exc)
-            salvaged = self._salvaged(outcome, code) if self._salvage else None
+            salvaged = self._salvaged(outcome, code, hold) if self._salvage else None
             return [placeholder(outcome, code) if salvaged is None else salvaged]
-
-    def finalize_group(self, rollouts: Sequence[str | RolloutOutcome]) -> list[TrainingRow]:
-        """The rows of a group, in order; exactly one per rollout unless ``segments`` asks for
-        more.
-        """
-        return [row for rollout in rollouts for row in self.finalize(rollout)]
 
     def receipt(self, outcome: RolloutOutcome) -> RolloutReceipt:
         """The receipt of the rollout as its manifest has it.
@@ -129,19 +145,19 @@ class Collector:
             strictness=self._strictness,
         )
 
-    def _rows(self, outcome: RolloutOutcome) -> list[TrainingRow]:
+    def _rows(self, outcome: RolloutOutcome, hold: RolloutHold | None) -> list[TrainingRow]:
         receipt = self.receipt(outcome)
         if receipt.failure_reason is not None:
             raise ReceiptVerificationError(receipt.failure_reason, code="rollout_failed")
         chains = chains_of(receipt, self._segments)
         rows: dict[str, StagedRow] = {}
         if self._strictness == "gym":
-            rows = self._fetch(receipt.manifest, rows)
+            rows = self._fetch(receipt.manifest, rows, hold)
             verify_and_linearize(receipt, [rows[r.staging_key].call for r in receipt.manifest])
         owners: set[str] = set()
         result = []
         for segment, chain in enumerate(chains):
-            rows = self._fetch(chain, rows)
+            rows = self._fetch(chain, rows, hold)
             owned = {record.model_call_id for record in chain} - owners
             owners |= owned
             staged = [rows[record.staging_key] for record in chain]
@@ -153,12 +169,19 @@ class Collector:
         return result
 
     def _fetch(
-        self, records: Sequence[CallRecord], known: dict[str, StagedRow]
+        self,
+        records: Sequence[CallRecord],
+        known: dict[str, StagedRow],
+        hold: RolloutHold | None,
     ) -> dict[str, StagedRow]:
+        if hold is not None:
+            hold.renew()
         keys = [r.staging_key for r in records if r.staging_key not in known]
         return {**known, **dict(zip(keys, self._source.fetch_rows(keys), strict=True))}
 
-    def _salvaged(self, outcome: RolloutOutcome, reason: str) -> TrainingRow | None:
+    def _salvaged(
+        self, outcome: RolloutOutcome, reason: str, hold: RolloutHold | None
+    ) -> TrainingRow | None:
         """The row of the longest part of the terminal chain that verifies, from the root on."""
         try:
             manifest = self._manifest_of(outcome.rollout_id)
@@ -183,7 +206,7 @@ class Collector:
         for length in range(len(chain), 0, -1):
             part = _chain_receipt(receipt, chain[:length])
             try:
-                staged = list(self._fetch(chain[:length], {}).values())
+                staged = list(self._fetch(chain[:length], {}, hold).values())
                 linear = verify_and_linearize(part, [row.call for row in staged])
                 return to_training_row(outcome, part, linear, staged, reason=reason)
             except (TokenplaneError, ValueError) as exc:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,12 +95,21 @@ def _numbered(names: list[str | None]) -> tuple[NDArray[np.int64], int]:
     return np.array(numbers, np.int64), len(known)
 
 
+class _GroupOptions(TypedDict):
+    group_column: str | None
+    group_size: int | None
+    group_wait_s: float | None
+
+
 class RowReader:
     """Claims training rows for one consumer, whole groups at a time.
 
     Args:
         max_rows: of a batch; a group that is larger comes alone, whole.
         lease_s: how long the rows of a batch are kept from other readers of this consumer.
+        group_size: rows of a whole group (one per rollout, as ``segments="terminal"`` gives them):
+            a group waits until all of them are published.
+        group_wait_s: take a smaller group when its newest row is this old; None: never.
         idle_s: how long to wait for new rows before the iteration ends; None waits for ever.
         poll_s: pause between two looks at an empty store.
     """
@@ -114,6 +123,8 @@ class RowReader:
         lease_s: float,
         partition: str = TRAINING_PARTITION,
         group_column: str | None = GROUP_COLUMN,
+        group_size: int | None = None,
+        group_wait_s: float | None = None,
         idle_s: float | None = 0.0,
         poll_s: float = 0.2,
         sleep: Callable[[float], None] = time.sleep,
@@ -125,7 +136,11 @@ class RowReader:
         self._max_rows = max_rows
         self._lease_s = lease_s
         self.partition = partition
-        self._group_column = group_column
+        self._groups: _GroupOptions = {
+            "group_column": group_column,
+            "group_size": group_size,
+            "group_wait_s": group_wait_s,
+        }
         self._idle_s = idle_s
         self._poll_s = poll_s
         self._sleep = sleep
@@ -153,7 +168,7 @@ class RowReader:
             self._consumer,
             max_rows=self._max_rows,
             lease_s=self._lease_s,
-            group_column=self._group_column,
+            **self._groups,
         )
         if not claims:
             return None

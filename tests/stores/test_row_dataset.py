@@ -136,21 +136,6 @@ def test_the_torch_dataset(tmp_path: Path) -> None:
         assert store.stats(TRAINING_PARTITION).backlog == {"t": 0}
 
 
-@pytest.mark.slow
-def test_a_loader_process_opens_the_store_itself(tmp_path: Path) -> None:
-    from torch.utils.data import DataLoader
-
-    url = (tmp_path / "store").as_uri()
-    with open_store(url) as store:
-        publish(store, "abcdefghijkl")
-    dataset = row_dataset(url, "t", max_rows=1, lease_s=600.0)
-    loader: Any = DataLoader(
-        dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn"
-    )
-    rows = [row for batch in loader for row in batch["row_ids"]]
-    assert rows == [f"row-{number}" for number in range(12)]
-
-
 def test_an_empty_claim_makes_no_batch() -> None:
     with MemoryStore() as store:
         assert RowReader(store, "t", max_rows=1, lease_s=1).claim() is None

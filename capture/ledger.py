@@ -236,7 +236,7 @@ class Ledger:
         """
         check_rollout_id(rollout_id)
         records, failures = [], []
-        for row in self.index(rollout_id).rows.values():
+        for row in self.index(rollout_id).calls():
             if row.response_id is None:
                 failures.append(
                     ManifestFailure(

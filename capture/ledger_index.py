@@ -88,6 +88,10 @@ class RolloutIndex:
 
     rollout_id: str
     rows: dict[str, LedgerRow] = field(default_factory=dict)
+    """Every row, also those of ``superseded``."""
+    superseded: set[str] = field(default_factory=set)
+    """Staging keys of runs that another run of the same request preceded: their answers were given
+    to nobody, so they are no calls of the rollout and no parents."""
     _by_context: dict[str, list[LedgerRow]] = field(default_factory=lambda: defaultdict(list))
     _by_response: dict[str, LedgerRow] = field(default_factory=dict)
     _by_idempotency: dict[str, LedgerRow] = field(default_factory=dict)
@@ -97,13 +101,16 @@ class RolloutIndex:
         if row.staging_key in self.rows:
             return
         self.rows[row.staging_key] = row
+        if row.idempotency_key is not None:
+            # Two servers may both have run one request: the first row in write order answers.
+            first = self._by_idempotency.setdefault(row.idempotency_key, row)
+            if first is not row:
+                self.superseded.add(row.staging_key)
+                return
         if row.context_digest is not None:
             self._by_context[row.context_digest].append(row)
         if row.response_id is not None:
             self._by_response.setdefault(row.response_id, row)
-        if row.idempotency_key is not None:
-            # Two servers may both have run one request: the first row in write order answers.
-            self._by_idempotency.setdefault(row.idempotency_key, row)
 
     def forget(self, keys: set[str]) -> RolloutIndex:
         """A fresh index without the rows that the store no longer has."""
@@ -112,6 +119,10 @@ class RolloutIndex:
             if key not in keys:
                 rest.add(row)
         return rest
+
+    def calls(self) -> list[LedgerRow]:
+        """The rollout's calls in write order: every row but the superseded ones."""
+        return [row for key, row in self.rows.items() if key not in self.superseded]
 
     def repeat_of(self, idempotency_key: str) -> LedgerRow | None:
         """The row that was first staged under this idempotency key."""
@@ -128,7 +139,7 @@ class RolloutIndex:
     def longest_token_parent(self, prompt: Int32Array) -> list[LedgerRow]:
         """Rows with the longest whole sequence that ``prompt`` starts with (proven by hash)."""
         by_length: dict[int, list[LedgerRow]] = defaultdict(list)
-        for row in self.rows.values():
+        for row in self.calls():
             if row.cum_len <= len(prompt):
                 by_length[row.cum_len].append(row)
         for length in sorted(by_length, reverse=True):

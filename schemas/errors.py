@@ -241,7 +241,8 @@ class SpliceError(CaptureError):
 class LedgerError(CaptureError):
     """The standalone ledger refuses an admission.
 
-    Codes: ``invalid_rollout_id``, ``idempotency_mismatch``, ``unknown_parent``.
+    Codes: ``invalid_rollout_id``, ``idempotency_mismatch``, ``idempotency_superseded``,
+    ``unknown_parent``.
     """
 
     code = "ledger_error"

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenplane.capture.failures import FailureLog
 from tokenplane.capture.hook_types import ADMISSION_KEY
-from tokenplane.capture.ledger import Ledger, LedgerDecision, LedgerRequest
+from tokenplane.capture.ledger import Ledger, LedgerDecision, LedgerRequest, check_repeat
 from tokenplane.capture.ledger_index import LedgerRow
 from tokenplane.engine_adapter.call_path.call_types import (
     CaptureStatus,
@@ -70,6 +70,26 @@ class Admissions:
         if isinstance(call.capture, StandaloneCapture):
             return self._standalone(call, call.capture)
         return Admitted(time.time())
+
+    def preceded_by(self, admitted: Admitted) -> LedgerRow | None:
+        """The run of the same request that was staged before this one, whose row is staged too.
+
+        Two servers on one store may run one idempotency key at the same time. The store's write
+        order, which all of them see alike, says which answer is given; read after one's own write,
+        it cannot change any more.
+
+        Raises:
+            LedgerError: ``idempotency_mismatch``: the other run was of another body.
+            StoreError: the store cannot be read, so nobody knows; the request may come again.
+        """
+        request = None if admitted.decision is None else admitted.decision.request
+        if request is None or request.idempotency_key is None:
+            return None
+        first = self._ledger.index(admitted.rollout_id).repeat_of(request.idempotency_key)
+        if first is None or first.model_call_id == admitted.model_call_id:
+            return None
+        check_repeat(request, first.request_digest)
+        return first
 
     def _gym(self, capture: GymCapture) -> Admitted:
         now = time.time()

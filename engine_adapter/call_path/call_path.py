@@ -1,8 +1,7 @@
 """The path of one call: admission, rendering, prefix, splice, engine, staging, answer.
 
-Without HTTP. The order that everything relies on: the row is durable before the answer exists for
-anybody (DESIGN invariant 2). Whatever hashes, renders, reads or writes runs in a bounded pool of
-threads, never on the event loop.
+Without HTTP. The row is durable before the answer exists for anybody (DESIGN invariant 2). Whatever
+hashes, renders, reads or writes runs in a bounded pool of threads, never on the event loop.
 """
 
 from __future__ import annotations
@@ -308,6 +307,8 @@ class CallPath:
         )
         if staged is None:
             return CallOutcome(body, admitted.status, admitted.model_call_id, timings=timings)
+        if staged.staged and (first := self._admissions.preceded_by(admitted)) is not None:
+            return self._repeat(first)
         if staged.coords is not None and admitted.decision is None:
             body = {**body, COORDS_KEY: staged.coords.model_dump()}
         status = "staged" if staged.staged else admitted.status

@@ -24,7 +24,7 @@ from tokenplane.engine_adapter.server.openai_answers import (
 )
 from tokenplane.engine_adapter.server.openai_errors import error_body, internal_error_body
 from tokenplane.engine_adapter.server.openai_requests import ParsedRequest
-from tokenplane.schemas.errors import TokenplaneError
+from tokenplane.schemas.errors import LedgerError, TokenplaneError
 
 logger = logging.getLogger("tokenplane.server")
 
@@ -160,6 +160,11 @@ class StreamedCall:
             yield _event(internal_error_body())
             return
         body = outcome.body
+        if self._first is not None and body["id"] != self._parsed.call.answer_id:
+            # Another server's run of the same request was staged first. What was sent is another
+            # answer and cannot be taken back; the request again gets the one that counts.
+            yield _event(error_body(_superseded()))
+            return
         if self._first is None and chat:
             opening = {"role": "assistant", "content": ""}
             yield _event(chat_chunk(body["id"], body["created"], body["model"], opening))
@@ -169,6 +174,13 @@ class StreamedCall:
         # A comment: clients skip it, people see it. The headers left before this was known.
         yield f": tokenplane-capture {outcome.status} {outcome.model_call_id or '-'}\n\n".encode()
         yield _DONE
+
+
+def _superseded() -> LedgerError:
+    return LedgerError(
+        "another run of this request was staged first; send it again for its answer",
+        code="idempotency_superseded",
+    )
 
 
 def _event(value: dict[str, Any]) -> bytes:

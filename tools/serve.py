@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from tokenplane.engine_adapter.server.config import (
     ServerConfig,
@@ -18,13 +21,10 @@ from tokenplane.engine_adapter.server.config import (
     read_config_file,
     shown_url,
 )
-from tokenplane.schemas.errors import ConfigError, StoreError, TokenplaneError
+from tokenplane.schemas.errors import ConfigError, TokenplaneError
+from tokenplane.staging.store_url import parse_store_url
 from tokenplane.tools.command_frame import command_parser
-
-if TYPE_CHECKING:
-    from tokenplane.engine_adapter.engine import Engine
-    from tokenplane.engine_adapter.server.parts import ServerParts
-    from tokenplane.staging.store import StagingStore
+from tokenplane.tools.serve_parts import open_replica_parts, open_serve_parts
 
 logger = logging.getLogger("tokenplane.server")
 
@@ -73,11 +73,14 @@ def run(args: argparse.Namespace) -> int:
         config = read_settings(args)
         control_token = os.environ.get(config.control_token_env) or None
         check_bind(config.host, control_token)
+        _check_replicas(config)
         api_key = _api_key(config)
     except ConfigError as error:
         print(f"tokenplane serve: {error.code}: {error}", file=sys.stderr)
         return 2
     try:
+        if config.replicas > 1:
+            return _serve_replicas(config, control_token, api_key)
         return asyncio.run(_serve(config, control_token, api_key))
     except (TokenplaneError, OSError) as error:
         code = error.code if isinstance(error, TokenplaneError) else "os_error"
@@ -90,6 +93,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = command_parser("serve", __doc__)
     add_arguments(parser)
     return run(parser.parse_args(argv))
+
+
+def _check_replicas(config: ServerConfig) -> None:
+    if config.replicas > 1 and parse_store_url(config.store).scheme == "memory":
+        raise ConfigError(
+            "several replicas need a store that they share",
+            key="store",
+            expected="file:, redis: or tq:",
+            got=config.store,
+        )
 
 
 def _api_key(config: ServerConfig) -> str | None:
@@ -111,51 +124,51 @@ def _cache_dir(config: ServerConfig) -> Path | None:
 async def _serve(config: ServerConfig, control_token: str | None, api_key: str | None) -> int:
     with _bound(config) as listener:
         # Only now: torch, megatron-core and transformers take seconds to import.
-        from tokenplane.engine_adapter.cpu.engine import MegatronCpuEngine
-        from tokenplane.engine_adapter.engine_log import LoggedEngine
-        from tokenplane.engine_adapter.models.source import load_model
         from tokenplane.engine_adapter.server.app import create_app
-        from tokenplane.engine_adapter.server.parts import build_parts
         from tokenplane.engine_adapter.server.server_http import run_http
-        from tokenplane.staging.open_store import open_store
 
-        with open_store(config.store) as store:
-            loaded = load_model(config.model, cache_dir=_cache_dir(config), progress=_progress)
-            _keep_tokenizer(store, loaded.tokenizer)
-            engine: Engine = MegatronCpuEngine(
-                loaded.model,
-                loaded.info,
-                loaded.detokenize,
-                max_live_requests=config.max_live_requests,
-                max_sequence_length=config.max_sequence_length,
-            )
-            if config.engine_log is not None:
-                engine = LoggedEngine(engine, config.engine_log)
-            parts = build_parts(
-                config,
-                engine=engine,
-                tokenizer=loaded.tokenizer,
-                generation_config=loaded.generation_config,
-                detokenize=loaded.detokenize,
-                store=store,
-            )
-            try:
-                await engine.set_weight_version(config.weight_version)
-                app = create_app(parts, control_token=control_token, api_key=api_key)
-                well = await run_http(app, parts, listener, lambda url: _announce(url, parts))
-                return 0 if well else 1
-            finally:
-                await parts.close()
+        async with open_serve_parts(config, _cache_dir(config)) as parts:
+            app = create_app(parts, control_token=control_token, api_key=api_key)
+            model = parts.engine.info.model_id
+            well = await run_http(app, parts, listener, lambda url: _announce(url, model, config))
+            return 0 if well else 1
 
 
-def _keep_tokenizer(store: StagingStore, tokenizer: Any) -> None:
-    """For whoever reads the rows as text. Serving does without, so a full store only loses that."""
-    from tokenplane.engine_adapter.tokenizer_artifact import store_tokenizer
+def _serve_replicas(config: ServerConfig, control_token: str | None, api_key: str | None) -> int:
+    """Several workers. This process runs none of them: it starts them, waits, and ends them."""
+    from tokenplane.engine_adapter.replicas.replica_serving import ReplicaServing
+    from tokenplane.engine_adapter.replicas.replica_settings import ReplicaSettings
 
+    stopped = threading.Event()
+    serving = ReplicaServing(
+        functools.partial(open_replica_parts, config, _cache_dir(config)),
+        ReplicaSettings(
+            replicas=config.replicas,
+            host=config.host,
+            port=config.port,
+            ray_address=config.ray_address,
+            cpus_per_replica=config.cpus_per_replica,
+            gpus_per_replica=config.gpus_per_replica,
+            max_in_flight=config.max_in_flight,
+            start_timeout_s=config.start_timeout_s,
+            drain_timeout_s=config.drain_timeout_s,
+        ),
+        control_token=control_token,
+        api_key=api_key,
+    )
+    # Only now: Ray has put handlers of its own there.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: stopped.set())
     try:
-        store_tokenizer(store, tokenizer)
-    except StoreError as error:
-        logger.warning("the tokenizer was not stored: %s: %s", error.code, error)
+        workers = serving.health()["replicas"]
+        model = next(iter(workers.values()))["model"]
+        _announce(serving.base_url, model, config)
+        if serving.wait(stopped):
+            return 0
+        logger.error("Ray has ended; stopping")
+        return 1
+    finally:
+        serving.close()
 
 
 def _bound(config: ServerConfig) -> socket.socket:
@@ -170,14 +183,10 @@ def _bound(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _announce(url: str, parts: ServerParts) -> None:
-    store = shown_url(parts.config.store)
-    model = parts.engine.info.model_id
-    print(f"tokenplane: ready {url} (model {model}, store {store})", flush=True)
-
-
-def _progress(line: str) -> None:
-    print(f"tokenplane: {line}", file=sys.stderr, flush=True)
+def _announce(url: str, model: str, config: ServerConfig) -> None:
+    several = f", {config.replicas} replicas" if config.replicas > 1 else ""
+    store = shown_url(config.store)
+    print(f"tokenplane: ready {url} (model {model}, store {store}{several})", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ class ServerConfig(BaseModel):
 
     model: str = "smollm2"
     """What to load: see ``models.source.MODEL_SPECS``."""
+    engine: Literal["cpu", "dynamic", "coordinated"] = "cpu"
+    """cpu; or Megatron's dynamic engine on a GPU, stepped directly or behind its coordinator."""
     served_model_names: tuple[str, ...] = ()
     """Further names under which requests may ask for the model."""
     store: str = "memory:"
@@ -39,7 +41,19 @@ class ServerConfig(BaseModel):
     allow_weight_edit: bool = False
     """Serve ``/admin/perturb_weights``, which changes the model for demonstrations."""
     engine_log: Path | None = None
-    """File to which the engine's own tokens of every request are appended, for checks."""
+    """File to which the engine's own tokens of every request are appended, for checks. Several
+    workers write one each, with their name appended."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Workers behind the one base URL, with an engine each; above 1 they run under Ray Serve."""
+    ray_address: str = "local"
+    """Ray cluster for several workers; local starts one on loopback, for this server alone."""
+    cpus_per_replica: float = Field(default=1.0, ge=0)
+    """CPUs that Ray sets aside for each of several workers."""
+    gpus_per_replica: float = Field(default=0.0, ge=0)
+    """GPUs that Ray gives to each of several workers."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """Until every one of several workers answers."""
 
     tool_parser: ParserName = "auto"
     """How this model writes tool calls; auto looks at its chat template."""

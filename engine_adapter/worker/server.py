@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import httpx
 import uvicorn
@@ -15,11 +14,33 @@ from tokenplane.engine_adapter.engine import Engine
 from tokenplane.engine_adapter.models.identity import LoadedModel
 from tokenplane.engine_adapter.server.app import create_app
 from tokenplane.engine_adapter.server.config import check_bind, parse_config
-from tokenplane.engine_adapter.server.parts import build_parts
+from tokenplane.engine_adapter.server.parts import ServerParts, build_parts
 from tokenplane.schemas.errors import DeadlineError
 from tokenplane.staging.store import StagingStore
 
 _POLL_S = 0.05
+
+
+def build_worker_parts(
+    engine: Engine,
+    loaded: LoadedModel,
+    store: StagingStore,
+    defaults: Mapping[str, float | int],
+    *,
+    host: str = "127.0.0.1",
+) -> ServerParts:
+    """A server's parts over a worker's engine, which stays the worker's. For one event loop.
+
+    ``defaults``: sampling of requests that omit it.
+    """
+    return build_parts(
+        parse_config({"model": loaded.info.name, "host": host, **defaults}),
+        engine=engine,
+        tokenizer=loaded.tokenizer,
+        generation_config=loaded.generation_config,
+        detokenize=loaded.detokenize,
+        store=store,
+    )
 
 
 class WorkerServer:
@@ -44,16 +65,8 @@ class WorkerServer:
         taken; DeadlineError if ``/health`` does not answer in time.
         """
         check_bind(host, control_token)
-        config = parse_config({"model": loaded.info.name, "host": host, **defaults})
         self._socket = socket.create_server((host, port or 0), reuse_port=False)
-        self._parts = build_parts(
-            config,
-            engine=engine,
-            tokenizer=loaded.tokenizer,
-            generation_config=loaded.generation_config,
-            detokenize=loaded.detokenize,
-            store=store,
-        )
+        self._parts = build_worker_parts(engine, loaded, store, defaults, host=host)
         app = create_app(self._parts, control_token=control_token)
         bound = self._socket.getsockname()[1]
         self.base_url = f"http://{host}:{bound}/v1"
@@ -74,7 +87,7 @@ class WorkerServer:
             raise
 
     @property
-    def parts(self) -> Any:
+    def parts(self) -> ServerParts:
         """The server's parts, for capture counters and the ledger."""
         return self._parts
 

@@ -24,7 +24,7 @@ OWNERS = {
     "omegaconf": "engine_adapter/*",
     "openai": "tools/*",
     "prometheus_client": "engine_adapter/*",
-    "ray": "staging/tq_backend/*",
+    "ray": "staging/tq_backend/* engine_adapter/replicas/*",
     "redis": "staging/redis_backend/*",
     "safetensors": "engine_adapter/*",
     "starlette": "engine_adapter/*",

@@ -34,7 +34,11 @@ class ServeProcess:
 
 @contextmanager
 def serve_process(
-    store: str, log: Path, *arguments: str, env: dict[str, str] | None = None
+    store: str,
+    log: Path,
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    ready_s: float = READY_S,
 ) -> Iterator[ServeProcess]:
     """A server over the tiny model; killed at the end if the test has not stopped it."""
     command = [sys.executable, "-m", "tokenplane.tools.cli", "serve", "--model", "tiny"]
@@ -48,7 +52,7 @@ def serve_process(
         )
     try:
         assert process.stdout is not None
-        timer = threading.Timer(READY_S, process.kill)
+        timer = threading.Timer(ready_s, process.kill)
         timer.start()
         line = process.stdout.readline()
         timer.cancel()

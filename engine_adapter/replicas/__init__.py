@@ -1,0 +1,1 @@
+"""Several workers behind one base URL: Ray actors under Ray Serve, one staging store."""

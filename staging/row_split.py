@@ -1,47 +1,77 @@
-"""A staged row's message in two parts, so that resolving a prefix moves its token columns only.
+"""A staged row's token columns apart from the rest, so that resolving a prefix moves nothing else.
 
-The token part is the row's ``TOKEN_COLUMNS`` as an Arrow batch message with a checksum of its own.
-The token ids and their mask, nearly all of it, are cut out of the rest; ``join_message`` puts them
-back and gives the message byte for byte.
+Of these columns only the ids and their mask are big, and in the row's message they lie side by
+side. ``token_part`` says where (the *slice*) and gives the small columns as a *head*, with a
+checksum over both. A backend keeps head and message so that head and slice can be read alone.
 
-Layout of the token part (little-endian)::
+Head (little-endian), its length a multiple of 16::
 
-    0   8   magic b"TKPLTOK1"
-    8   32  SHA-256 over partition, key and all that follows
-    40  32  schema fingerprint (the first 32 of its hex digits, ASCII)
-    72  4   length of the message in bytes
-    76  24  ids, then mask: offset in the message, offset in this part, bytes
-    100 12  zero
-    112 ..  Arrow batch message, aligned
+    0   8   magic b"TKPLTOK2"
+    8   32  SHA-256 over partition, key, the rest of the head, and the slice
+    40  24  prev_len, delta_len, cum_len
+    64  32  chain_hash
+    96  8   number of ids, number of mask items
+    104 8   slice: where it starts in the message, its bytes
+    112 8   bytes of the message, of the rollout id
+    120 ..  rollout id (UTF-8), then zeros
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Buffer, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final
 
 import pyarrow as pa
 
-from tokenplane.schemas.columns import SCHEMA_FINGERPRINT_KEY, list_value
+from tokenplane.schemas.columns import SCHEMA_FINGERPRINT_KEY
 from tokenplane.schemas.errors import CorruptRowError
+from tokenplane.schemas.row_message import HEADER_BYTES
 from tokenplane.schemas.staged_row import STAGED_ROW_SCHEMA, TOKEN_COLUMNS
-from tokenplane.staging.row_packing import select_columns
+from tokenplane.staging.batch_bytes import (
+    BatchWriter,
+    buffer_at,
+    column_places,
+    find_batch,
+    has_nulls,
+    items_at,
+)
 
-MAGIC: Final = b"TKPLTOK1"
+MAGIC: Final = b"TKPLTOK2"
+MOST_TOKENS: Final = 2**31 - 1
+"""In one Arrow array of lists."""
 _PREFIX: Final = struct.Struct("<8s32s")
-_HEAD: Final = struct.Struct("<32sI6I12x")
-_BATCH_AT: Final = _PREFIX.size + _HEAD.size
-_PROBE: Final = 64
-_CUT_COLUMNS: Final = ("token_ids_delta", "token_mask_delta")
+_FIXED: Final = struct.Struct("<3q32s2I4I")
+_IDS, _MASK, _START, _SIZE, _WHOLE, _NAME = range(4, 10)
+"""Places among the fixed fields."""
+_ROLLOUT_AT: Final = _PREFIX.size + _FIXED.size
+_U32: Final = struct.Struct("<I")
+_I64: Final = struct.Struct("<q")
 _TOKEN_SET: Final = frozenset(TOKEN_COLUMNS)
 _TOKEN_LIST: Final = list(TOKEN_COLUMNS)
 _FINGERPRINT: Final = STAGED_ROW_SCHEMA.metadata[SCHEMA_FINGERPRINT_KEY]
-_TAG: Final = _FINGERPRINT[:32]
 _TOKEN_SCHEMA: Final = pa.schema(
     [STAGED_ROW_SCHEMA.field(name) for name in TOKEN_COLUMNS], metadata=STAGED_ROW_SCHEMA.metadata
 )
+_PLACES: Final = [
+    column_places(STAGED_ROW_SCHEMA)[STAGED_ROW_SCHEMA.get_field_index(name)]
+    for name in TOKEN_COLUMNS
+]
+_WRITER: Final = BatchWriter(_TOKEN_SCHEMA)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPart:
+    """What a message has of the token columns."""
+
+    head: bytes
+    start: int
+    """Of the slice, in the message."""
+    size: int
+    """Of the slice, in bytes."""
 
 
 def covers(columns: Sequence[str]) -> bool:
@@ -49,102 +79,141 @@ def covers(columns: Sequence[str]) -> bool:
     return _TOKEN_SET.issuperset(columns)
 
 
-def split_message(
-    message: bytes, row: pa.RecordBatch, partition: str, key: str
-) -> tuple[bytes, bytes] | None:
-    """(token part, rest) of a row's message; None for another schema: such a message stays whole.
-
-    Raises:
-        CorruptRowError: the message is not the row's.
-    """
+def token_part(message: bytes, row: pa.RecordBatch, partition: str, key: str) -> TokenPart | None:
+    """The token part of a row's message; None for a row of another schema, which has none."""
     if (row.schema.metadata or {}).get(SCHEMA_FINGERPRINT_KEY) != _FINGERPRINT:
         return None
-    batch = row.select(_TOKEN_LIST).serialize().to_pybytes()
-    cuts = []
-    start = inside = 0
-    for name in _CUT_COLUMNS:
-        # Wherever these bytes stand: equal bytes may be cut and put back at any place. The columns
-        # lie in this order, so the second is found behind the first.
-        content = list_value(row, name).tobytes()
-        start, inside = _find(message, content, start), _find(batch, content, inside)
-        if min(start, inside) < 0:
-            raise CorruptRowError(f"the message lacks the row's {name}", key=key)
-        cuts.append((start, inside, len(content)))
-        start, inside = start + len(content), inside + len(content)
-    head = _HEAD.pack(
-        _TAG,
+    # Schema and batch are the payload's two messages; one without a body is its metadata.
+    batch = HEADER_BYTES + 8 + _U32.unpack_from(message, HEADER_BYTES + 4)[0]
+    places = find_batch(message, batch)
+    if len(message) >= 2**32 or any(has_nulls(message, places, at.node) for at in _PLACES):
+        return None
+    _, rollout, prev_len, delta_len, cum_len, ids, mask, chain_hash = _PLACES
+    name_at, name_bytes = items_at(message, places, rollout, 2, 1)
+    numbers = [
+        _I64.unpack_from(message, buffer_at(message, places, at.buffer + 1)[0])[0]
+        for at in (prev_len, delta_len, cum_len)
+    ]
+    hash_at, _ = buffer_at(message, places, chain_hash.buffer + 1)
+    ids_at, ids_bytes = items_at(message, places, ids, 3, 4)
+    mask_at, mask_bytes = items_at(message, places, mask, 3, 1)
+    size = mask_at + mask_bytes - ids_at
+    if size < ids_bytes + mask_bytes:
+        return None
+    name = message[name_at : name_at + name_bytes]
+    fixed = _FIXED.pack(
+        *numbers,
+        message[hash_at : hash_at + 32],
+        ids_bytes // 4,
+        mask_bytes,
+        ids_at,
+        size,
         len(message),
-        *(number for start, inside, size in cuts for number in (start, _BATCH_AT + inside, size)),
+        len(name),
     )
-    rest, at = [], 0
-    for start, _, size in cuts:
-        rest.append(message[at:start])
-        at = start + size
-    rest.append(message[at:])
-    digest = _digest(partition, key, head, batch)
-    return b"".join((MAGIC, digest, head, batch)), b"".join(rest)
+    rest = fixed + name + bytes(-(_ROLLOUT_AT + len(name)) % 16)
+    digest = hashlib.sha256(b"".join((_start(partition), key.encode(), b"\0", rest)))
+    digest.update(memoryview(message)[ids_at : ids_at + size])
+    return TokenPart(_PREFIX.pack(MAGIC, digest.digest()) + rest, ids_at, size)
 
 
-def _find(text: bytes, content: bytes, start: int) -> int:
-    """Where ``content`` stands. Searching for its beginning costs a tenth of searching for it."""
-    at = text.find(content[:_PROBE], start)
-    if text.startswith(content, at):
-        return at
-    return text.find(content, start)
+def cut_message(message: bytes, part: TokenPart) -> tuple[bytes, bytes]:
+    """(slice, what it leaves of the message)."""
+    end = part.start + part.size
+    return message[part.start : end], message[: part.start] + message[end:]
 
 
-def join_message(token_part: bytes, rest: bytes, key: str) -> bytes:
-    """The message that was split; its own checksum is left to the reader.
+def join_message(head: bytes, tokens: Buffer, rest: Buffer, key: str) -> bytes:
+    """The message that was cut; its own checksum is left to the reader.
 
     Raises:
-        CorruptRowError: the two parts cannot belong together.
+        CorruptRowError: the parts cannot belong together.
     """
-    _, length, numbers = _parse(token_part, key)
-    cuts = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
-    if length != len(rest) + sum(size for _, _, size in cuts):
-        raise CorruptRowError("torn row message", expected=length, got=len(rest), key=key)
-    pieces: list[bytes] = []
-    placed = taken = 0
-    for start, inside, size in cuts:
-        gap = max(0, start - placed)
-        pieces += (rest[taken : taken + gap], token_part[inside : inside + size])
-        taken += gap
-        placed += gap + size
-    pieces.append(rest[taken:])
-    return b"".join(pieces)
+    fields, _ = _parse(head, key)
+    left = memoryview(rest)
+    size, start, whole = memoryview(tokens).nbytes, fields[_START], fields[_WHOLE]
+    if size != fields[_SIZE] or start > left.nbytes or left.nbytes + size != whole:
+        raise CorruptRowError("torn row message", expected=whole, got=left.nbytes + size, key=key)
+    return b"".join((left[:start], tokens, left[start:]))
 
 
 def read_token_columns(
-    token_part: bytes, partition: str, key: str, columns: Sequence[str]
-) -> pa.RecordBatch:
-    """``columns`` of the row, verified against the part's checksum and the row's own key.
+    partition: str,
+    keys: Sequence[str],
+    parts: Sequence[tuple[bytes, Buffer]],
+    columns: Sequence[str],
+) -> list[pa.RecordBatch]:
+    """``columns`` of the row of each key, from its (head, slice), verified.
+
+    The rows are slices of one batch: decoding a chain at once costs a fraction of decoding its rows
+    one by one.
 
     Raises:
         CorruptRowError: torn, flipped, or another key's.
     """
-    tag, _, _ = _parse(token_part, key)
-    content = memoryview(token_part)[_PREFIX.size :]
-    digest = _digest(partition, key, content)
-    if digest != token_part[len(MAGIC) : _PREFIX.size] or tag != _TAG:
-        raise CorruptRowError("the token columns fail their checksum", key=key)
-    batch = pa.ipc.read_record_batch(pa.py_buffer(token_part)[_BATCH_AT:], _TOKEN_SCHEMA)
-    identity = batch.column(0)[0].as_py()
-    if identity != key:
-        raise CorruptRowError("the row is another key's", expected=key, got=identity, key=key)
-    return batch if columns == TOKEN_COLUMNS else select_columns(batch, columns, key)
+    if not keys:
+        return []
+    rows = [
+        (key.encode(), memoryview(tokens), *_parse(head, key))
+        for key, (head, tokens) in zip(keys, parts, strict=True)
+    ]
+    start = _start(partition)
+    for key, (head, _), (name, tokens, fields, _) in zip(keys, parts, rows, strict=True):
+        size = fields[_SIZE]
+        if tokens.nbytes != size or 4 * fields[_IDS] + fields[_MASK] > size:
+            raise CorruptRowError("torn token columns", expected=size, got=tokens.nbytes, key=key)
+        digest = hashlib.sha256(b"".join((start, name, b"\0", head[_PREFIX.size :])))
+        digest.update(tokens)
+        if digest.digest() != head[8 : _PREFIX.size]:
+            raise CorruptRowError("the token columns fail their checksum", key=key)
+    names, slices, heads, rollouts = zip(*rows, strict=True)
+    prev_len, delta_len, cum_len, chain_hash, ids, mask, *_ = zip(*heads, strict=True)
+    half = len(keys) // 2
+    if half and sum(ids) > MOST_TOKENS:
+        first = read_token_columns(partition, keys[:half], parts[:half], columns)
+        return first + read_token_columns(partition, keys[half:], parts[half:], columns)
+    count = len(rows)
+    batch = _WRITER.batch(
+        count,
+        [*[count] * 6, sum(ids), count, sum(mask), count],
+        [
+            (_offsets(map(len, names)), b"".join(names)),
+            (_offsets(map(len, rollouts)), b"".join(rollouts)),
+            (_packed("q", prev_len),),
+            (_packed("q", delta_len),),
+            (_packed("q", cum_len),),
+            (_offsets(ids),),
+            (b"".join([part[: 4 * n] for part, n in zip(slices, ids, strict=True)]),),
+            (_offsets(mask),),
+            (b"".join([part[len(part) - n :] for part, n in zip(slices, mask, strict=True)]),),
+            (b"".join(chain_hash),),
+        ],
+    )
+    if list(columns) != _TOKEN_LIST:
+        batch = batch.select(list(columns))
+    return [batch] if count == 1 else [batch.slice(at, 1) for at in range(count)]
 
 
-def _parse(token_part: bytes, key: str) -> tuple[bytes, int, tuple[int, ...]]:
-    """(schema tag, message length, six numbers of the cuts)."""
-    if len(token_part) < _BATCH_AT or not token_part.startswith(MAGIC):
-        raise CorruptRowError("torn token columns", got=len(token_part), key=key)
-    tag, length, *numbers = _HEAD.unpack_from(token_part, _PREFIX.size)
-    return tag, length, tuple(numbers)
+def _packed(kind: str, numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}{kind}", *numbers)
 
 
-def _digest(partition: str, key: str, *content: bytes | memoryview) -> bytes:
+def _offsets(lengths: Iterable[int]) -> bytes:
+    return _packed("i", list(accumulate(lengths, initial=0)))
+
+
+def _parse(head: bytes, key: str) -> tuple[tuple[Any, ...], bytes]:
+    """(fixed fields, rollout id as UTF-8)."""
+    if len(head) < _ROLLOUT_AT or not head.startswith(MAGIC):
+        raise CorruptRowError("torn token columns", got=len(head), key=key)
+    fields = _FIXED.unpack_from(head, _PREFIX.size)
+    end = _ROLLOUT_AT + fields[_NAME]
+    if len(head) != end + -end % 16:
+        raise CorruptRowError("torn token columns", got=len(head), key=key)
+    return fields, head[_ROLLOUT_AT:end]
+
+
+def _start(partition: str) -> bytes:
+    """What a digest starts with, before the key and a NUL."""
     name = partition.encode()
-    digest = hashlib.sha256(struct.pack("<I", len(name)) + name + key.encode() + b"\0")
-    for part in content:
-        digest.update(part)
-    return digest.digest()
+    return _U32.pack(len(name)) + name

@@ -15,7 +15,7 @@ local function is_leased(leases, seq, now)
   return expiry and tonumber(expiry) > now
 end
 local function deliver(partition, consumer, chosen, now, lease)
-  -- chosen: key, row number, ...; gives expiry, then key, deliveries, content, token part, ...
+  -- chosen: key, row number, ...; gives expiry, then key, deliveries, row, ...
   local expiry = exact(now + lease)
   local reply = {expiry}
   for at = 1, #chosen, 2 do
@@ -24,7 +24,6 @@ local function deliver(partition, consumer, chosen, now, lease)
     reply[#reply + 1] = key
     reply[#reply + 1] = call('HINCRBY', place('d', partition, consumer), seq, 1)
     reply[#reply + 1] = call('GET', place('m', partition, key))
-    reply[#reply + 1] = call('GET', place('k', partition, key))
   end
   return reply
 end

@@ -112,13 +112,11 @@ class RedisClaims:
     def _claimed(self, partition: str, consumer: str, reply: list[Any]) -> list[Claimed]:
         expiry, entries = float(reply[0]), reply[1:]
         lease_id = uuid.uuid4().hex
-        keys = [key.decode() for key in entries[::4]]
+        keys = [key.decode() for key in entries[::3]]
         claimed = []
         try:
-            for key, attempt, content, token_part in zip(
-                keys, entries[1::4], entries[2::4], entries[3::4], strict=True
-            ):
-                row = unpack_stored(content, token_part, partition, key, None)
+            for key, attempt, content in zip(keys, entries[1::3], entries[2::3], strict=True):
+                row = unpack_stored(content, partition, key, None)
                 claimed.append(Claimed(key, row, lease_id, attempt, expiry))
         except BaseException:
             self.release(partition, consumer, keys)

@@ -5,10 +5,12 @@ Every error of redis-py becomes ours here, and nowhere else.
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
@@ -82,6 +84,8 @@ class RedisConnection:
             raise ConfigError("not a Redis URL", got=shown(url)) from exc
         self._pool = self._seed
         self._others: dict[tuple[str, int], redis.ConnectionPool] = {}
+        self._idle: dict[redis.ConnectionPool, list[Any]] = {}
+        self._pid = os.getpid()
         self._closed = False
 
     def command(self, *parts: bytes | str | int) -> Any:
@@ -118,13 +122,22 @@ class RedisConnection:
             except RedisError as exc:
                 if not _is_passing(exc) or time.monotonic() + wait > deadline:
                     raise to_store_error(exc) from exc
+                self._drop_idle()
                 self._pool = self._seed
                 time.sleep(wait * random.uniform(0.5, 1.0))
                 wait = min(2 * wait, LONGEST_WAIT_S)
 
     def _once(self, job: Callable[[Any], Any]) -> Any:
+        # The pool probes every connection that it hands out, which costs as much as a command.
+        # Here a dead one is noticed by the command, which is sent again.
         pool = self._pool
-        connection: Any = pool.get_connection()
+        if self._pid != os.getpid():
+            self._idle, self._pid = {}, os.getpid()
+        idle = self._idle.setdefault(pool, [])
+        try:
+            connection: Any = idle.pop()
+        except IndexError:
+            connection = pool.get_connection()
         try:
             return job(connection)
         except ResponseError:
@@ -134,7 +147,18 @@ class RedisConnection:
             connection.disconnect()
             raise
         finally:
-            pool.release(connection)
+            idle.append(connection)
+
+    def _drop_idle(self) -> None:
+        """What has happened to one connection may have happened to all."""
+        for idle in list(self._idle.values()):
+            dropped = []
+            with suppress(IndexError):
+                while True:
+                    dropped.append(idle.pop())  # nobody else has it now
+            for connection in dropped:
+                connection.disconnect()
+            idle.extend(dropped)
 
     def _pool_of(self, moved: MovedError) -> redis.ConnectionPool:
         place = (moved.host, moved.port)
@@ -160,12 +184,19 @@ class RedisConnection:
 
 
 def _one(connection: Any, parts: Sequence[bytes | str | int]) -> Any:
-    pieces = connection.pack_command(*parts)
-    if len(pieces) > 1 and sum(map(len, pieces)) < ONE_SEND_BYTES:
-        # A row is one write to the socket: the server wakes once for it.
-        pieces = [b"".join(pieces)]
-    connection.send_packed_command(pieces)
+    connection.send_packed_command(_packed(parts))
     return connection.read_response(disable_decoding=True)
+
+
+def _packed(parts: Sequence[bytes | str | int]) -> list[bytes]:
+    """The command as the protocol has it. A row is one write: the server wakes once for it."""
+    pieces = [b"*%d\r\n" % len(parts)]
+    size = 0
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode()
+        pieces += (b"$%d\r\n" % len(data), data, b"\r\n")
+        size += len(data)
+    return pieces if size > ONE_SEND_BYTES else [b"".join(pieces)]
 
 
 def _is_passing(error: RedisError) -> bool:

@@ -10,25 +10,25 @@ import pyarrow as pa
 
 from tokenplane.schemas.errors import CorruptRowError
 from tokenplane.staging.redis_backend.connection import RedisConnection
-from tokenplane.staging.redis_backend.scripts import ROW_HEADER_BYTES
+from tokenplane.staging.redis_backend.scripts import ROW_HEADER_BYTES, TOKENS
 from tokenplane.staging.row_packing import unpack_row
-from tokenplane.staging.row_split import join_message, read_token_columns
+from tokenplane.staging.row_split import TokenPart, read_token_columns
 
 KEYS_PER_READ: Final = 500
-_HEADER: Final = struct.Struct("<32s16sd8x")
+_HEADER: Final = struct.Struct("<32s16sd4I8x")
 
 
 class RedisRows:
-    """Reads rows by key. Each read is one command, so that it sees a row whole or not at all."""
+    """Reads rows by key. Each read is one step, so that it sees a row whole or not at all."""
 
     def __init__(self, connection: RedisConnection, total: bytes) -> None:
         self._connection = connection
-        self._namespace = total[:-1]
+        self._total = total
 
-    def names(self, kind: bytes, partition: str, keys: Sequence[str]) -> list[bytes]:
-        """Server names of the rows' contents (``m``) or token parts (``k``)."""
+    def names(self, partition: str, keys: Sequence[str]) -> list[bytes]:
+        """Server names of the rows."""
         name = partition.encode()
-        before = b"%s%s:%d:%s:" % (self._namespace, kind, len(name), name)
+        before = b"%sm:%d:%s:" % (self._total[:-1], len(name), name)
         return [before + key.encode() for key in keys]
 
     def read(
@@ -39,17 +39,13 @@ class RedisRows:
         Raises:
             CorruptRowError: damaged, or another key's.
         """
-        found = {}
+        found: dict[str, pa.RecordBatch] = {}
         for at in range(0, len(keys), KEYS_PER_READ):
             page = keys[at : at + KEYS_PER_READ]
-            values = self._connection.command(
-                "MGET", *self.names(b"m", partition, page), *self.names(b"k", partition, page)
-            )
-            for key, content, token_part in zip(
-                page, values[: len(page)], values[len(page) :], strict=True
-            ):
+            values = self._connection.command("MGET", *self.names(partition, page))
+            for key, content in zip(page, values, strict=True):
                 if content is not None:
-                    found[key] = unpack_stored(content, token_part, partition, key, columns)
+                    found[key] = unpack_stored(content, partition, key, columns)
         return found
 
     def read_tokens(
@@ -60,27 +56,34 @@ class RedisRows:
         Raises:
             CorruptRowError: damaged, or another key's.
         """
-        found = {}
+        found: dict[str, pa.RecordBatch] = {}
         for at in range(0, len(keys), KEYS_PER_READ):
             page = keys[at : at + KEYS_PER_READ]
-            values = self._connection.command("MGET", *self.names(b"k", partition, page))
-            for key, token_part in zip(page, values, strict=True):
-                if token_part is not None:
-                    found[key] = read_token_columns(token_part, partition, key, columns)
+            values = self._connection.script(TOKENS, self.names(partition, page))
+            parts = {
+                key: (head, tokens)
+                for key, head, tokens in zip(page, values[::2], values[1::2], strict=True)
+                if head
+            }
+            there = list(parts)
+            rows = read_token_columns(partition, there, list(parts.values()), columns)
+            found |= dict(zip(there, rows, strict=True))
         return found
 
 
-def stored_content(binding: bytes, nonce: bytes, created_at: float, message: bytes) -> bytes:
-    """The header and what it stands before; see redis_scripts."""
-    return _HEADER.pack(binding, nonce, created_at) + message
+def stored_content(
+    binding: bytes, nonce: bytes, created_at: float, message: bytes, part: TokenPart | None
+) -> bytes:
+    """The string that is stored for a row; see redis_scripts."""
+    head = b"" if part is None else part.head
+    start = 0 if part is None else ROW_HEADER_BYTES + len(head) + part.start
+    size = 0 if part is None else part.size
+    header = _HEADER.pack(binding, nonce, created_at, len(head), start, size, len(message))
+    return b"".join((header, head, message))
 
 
 def unpack_stored(
-    content: bytes,
-    token_part: bytes | None,
-    partition: str,
-    key: str,
-    columns: Sequence[str] | None,
+    content: bytes, partition: str, key: str, columns: Sequence[str] | None
 ) -> pa.RecordBatch:
     """The verified row of what is stored for it.
 
@@ -89,8 +92,6 @@ def unpack_stored(
     """
     if len(content) < ROW_HEADER_BYTES:
         raise CorruptRowError("torn row", got=len(content), key=key)
-    binding = _HEADER.unpack_from(content)[0]
-    message = content[ROW_HEADER_BYTES:]
-    if token_part is not None:
-        message = join_message(token_part, message, key)
+    binding, _, _, head, *_ = _HEADER.unpack_from(content)
+    message = memoryview(content)[ROW_HEADER_BYTES + head :]
     return unpack_row(message, partition, key, columns, binding=binding)

@@ -41,7 +41,7 @@ class RedisScan(Iterator[tuple[str, pa.RecordBatch]]):
         self._partition = partition
         self._columns = columns
         self._id = uuid.uuid4().hex
-        self._page: deque[tuple[str, bytes | None, bytes | None]] = deque()
+        self._page: deque[tuple[str, bytes | None]] = deque()
         listed = connection.script(SCAN, [total], now(), partition, prefix, self._id, SCAN_LEASE_S)
         self._left = deque(zip(listed[::2], listed[1::2], strict=True))
         self._ended = not listed
@@ -62,12 +62,12 @@ class RedisScan(Iterator[tuple[str, pa.RecordBatch]]):
                 self.close()
                 raise StopIteration
             self._read_page()
-        key, content, token_part = self._page.popleft()
+        key, content = self._page.popleft()
         if content is None:
             raise MissingRowError(
                 f"removed while the scan rested longer than {SCAN_LEASE_S} s", key=key
             )
-        return key, unpack_stored(content, token_part, self._partition, key, self._columns)
+        return key, unpack_stored(content, self._partition, key, self._columns)
 
     def _read_page(self) -> None:
         page = [self._left.popleft() for _ in range(min(ROWS_PER_PAGE, len(self._left)))]
@@ -80,8 +80,8 @@ class RedisScan(Iterator[tuple[str, pa.RecordBatch]]):
             SCAN_LEASE_S,
             *(part for entry in page for part in entry),
         )
-        pairs = zip(page, values[::2], values[1::2], strict=True)
-        self._page.extend((key.decode(), content, token) for (key, _), content, token in pairs)
+        pairs = zip(page, values, strict=True)
+        self._page.extend((key.decode(), content) for (key, _), content in pairs)
 
     def close(self) -> None:
         """Tell the server that nothing is wanted any more. Idempotent; never raises."""

@@ -11,8 +11,8 @@ Names, with N for ``{namespace}``, P for a partition, K for a key, C for a consu
     N:o:P               zset: key by row number (write order)
     N:l:P               zset: key by nothing (prefix search)
     N:x:P               hash: key to the concatenated hashes of its blobs
-    N:m:<len P>:P:K     string: 64-byte row header, then the message or what the token part leaves
-    N:k:<len P>:P:K     string: token part (see row_split), where there is one
+    N:m:<len P>:P:K     string: 80-byte row header, head of the token part (see row_split) if there
+                        is one, message
     N:b:<sha>, N:n:<sha>    strings: content of a blob, number of rows that refer to it
     N:u:<nonce><sha>    string: big blob on its way into a row; it expires if its writer dies
     N:c:P               set: consumers
@@ -23,9 +23,10 @@ Names, with N for ``{namespace}``, P for a partition, K for a key, C for a consu
     N:h:P               zset: hold id (32 digits) and prefix, by expiry
     N:s                 zset: running scans by the time at which they are given up
     N:g                 set: numbers of removed rows that a running scan may still want
-    N:g:m:<n>, N:g:k:<n>    strings: those rows
+    N:g:m:<n>           string: such a row
 
-Row header: binding (32 bytes), writer's nonce (16), Unix seconds (float64), zero (8).
+Row header: binding (32 bytes), writer's nonce (16), Unix seconds (float64); bytes of the head,
+start of the token slice in the string, its bytes, bytes of the message (uint32 each); zero (8).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Final
 
-ROW_HEADER_BYTES: Final = 64
+ROW_HEADER_BYTES: Final = 80
 SCAN_LEASE_S: Final = 300
 """How long a scan may rest between two rows before what was removed meanwhile is forgotten."""
 
@@ -47,9 +48,9 @@ class Script:
     sha1: str
 
 
-def script(body: str, *, rest: bool = True) -> Script:
-    """A script after the definitions below, or after the first of them only."""
-    text = _NAMES + (_REST if rest else "") + body
+def script(body: str, *, bare: bool = False) -> Script:
+    """A script after the definitions below, or without them (each call runs them anew)."""
+    text = body if bare else _NAMES + _REST + body
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
@@ -97,9 +98,9 @@ local function matching(partition, prefix)
   return found
 end
 local function message_size(partition, key)
-  local head = call('GETRANGE', place('k', partition, key), 72, 75)
-  if head ~= '' then return (struct.unpack('<I', head)) end
-  return call('STRLEN', place('m', partition, key)) - 64
+  local field = call('GETRANGE', place('m', partition, key), 68, 71)
+  if #field < 4 then return 0 end
+  return (struct.unpack('<I', field))
 end
 -- Counters go down by 0 - x: minus x would be a minus zero, which some servers refuse.
 local function forget_removed()
@@ -107,7 +108,7 @@ local function forget_removed()
   call('ZREMRANGEBYSCORE', ns .. ':s', '-inf', exact(clock()))
   if call('EXISTS', ns .. ':s') == 1 then return false end
   for _, seq in ipairs(call('SPOP', ns .. ':g', 1000)) do
-    call('DEL', ns .. ':g:m:' .. seq, ns .. ':g:k:' .. seq)
+    call('DEL', ns .. ':g:m:' .. seq)
   end
   return true
 end
@@ -150,13 +151,12 @@ local function remove(partition, key)
       end
     end)
   end
-  local m, k = place('m', partition, key), place('k', partition, key)
+  local row = place('m', partition, key)
   if forget_removed() then
-    call('DEL', m, k)
+    call('DEL', row)
   else
     call('SADD', ns .. ':g', seq)
-    call('RENAME', m, ns .. ':g:m:' .. seq)
-    if call('EXISTS', k) == 1 then call('RENAME', k, ns .. ':g:k:' .. seq) end
+    call('RENAME', row, ns .. ':g:m:' .. seq)
   end
   if blobs > 0 then
     call('HINCRBY', total, 'blobs', 0 - blobs)
@@ -174,23 +174,36 @@ end
 
 PUT = script(
     """
--- ARGV: '', partition, key, binding, nonce, label, header and content, token part, bytes, budget,
---       then sha, bytes, content of each blob ('' where it was uploaded, or is thought to be there)
-local partition, key, binding, nonce, label = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
-local size, budget = tonumber(ARGV[9]), tonumber(ARGV[10])
-local function upload(sha) return ns .. ':u:' .. nonce .. sha end
-local row = place('m', partition, key)
-local head = call('GETRANGE', row, 0, 47)
-if head ~= '' then
-  if string.sub(head, 1, 32) ~= binding then return {'conflict'} end
-  return {string.sub(head, 33, 48) == nonce and 'new' or 'same'}
+-- KEYS: the total, the row, N:o:P, N:l:P, N:p:P
+-- ARGV: partition, key, label, row, bytes, budget, then sha, bytes, content of each blob ('' where
+--       it was uploaded, or is thought to be there)
+-- As a rule this is all, and much cheaper than all that could be.
+if ARGV[6] == '' and #ARGV == 6 then
+  local held = redis.call('HMGET', KEYS[5], 'label', 'sealed')
+  if held[1] == ARGV[3] and not held[2] and redis.call('SET', KEYS[2], ARGV[4], 'NX') then
+    redis.call('ZADD', KEYS[3], redis.call('HINCRBY', KEYS[1], 'seq', 1), ARGV[2])
+    redis.call('ZADD', KEYS[4], 0, ARGV[2])
+    redis.call('HINCRBY', KEYS[5], 'bytes', ARGV[5])
+    return {'new'}
+  end
 end
-local meta, order = ns .. ':p:' .. partition, ns .. ':o:' .. partition
+"""
+    + _NAMES
+    + """
+local partition, key, label, content = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local size, budget = tonumber(ARGV[5]), tonumber(ARGV[6])
+local function upload(sha) return ns .. ':u:' .. string.sub(content, 33, 48) .. sha end
+local row, order, meta = KEYS[2], KEYS[3], KEYS[5]
+local there = call('GETRANGE', row, 0, 47)
+if there ~= '' then
+  if string.sub(there, 1, 32) ~= string.sub(content, 1, 32) then return {'conflict'} end
+  return {there == string.sub(content, 1, 48) and 'new' or 'same'}
+end
 local held = call('HMGET', meta, 'label', 'sealed')
 if held[2] then return {'sealed'} end
 if held[1] and held[1] ~= label then return {'label', held[1]} end
 local need, wanted, fresh = size, {'blobs'}, {}
-for at = 11, #ARGV, 3 do
+for at = 7, #ARGV, 3 do
   local sha, bytes = ARGV[at], tonumber(ARGV[at + 1])
   if call('EXISTS', ns .. ':n:' .. sha) == 0 then
     need = need + bytes
@@ -206,7 +219,7 @@ if budget then
 end
 if #wanted > 1 then return wanted end
 local shas = {}
-for at = 11, #ARGV, 3 do
+for at = 7, #ARGV, 3 do
   call('INCR', ns .. ':n:' .. ARGV[at])
   shas[#shas + 1] = ARGV[at]
 end
@@ -223,13 +236,9 @@ for _, at in ipairs(fresh) do
 end
 if #shas > 0 then call('HSET', ns .. ':x:' .. partition, key, table.concat(shas)) end
 local seq = call('HINCRBY', total, 'seq', 1)
-if ARGV[8] == '' then
-  call('SET', row, ARGV[7])
-else
-  call('MSET', row, ARGV[7], place('k', partition, key), ARGV[8])
-end
+call('SET', row, content)
 call('ZADD', order, seq, key)
-call('ZADD', ns .. ':l:' .. partition, 0, key)
+call('ZADD', KEYS[4], 0, key)
 if not held[1] then
   call('HSET', meta, 'label', label)
   call('SADD', ns .. ':P', partition)
@@ -237,7 +246,34 @@ end
 call('HINCRBY', meta, 'bytes', size)
 return {'new'}
 """,
-    rest=False,
+    bare=True,
+)
+
+TOKENS = script(
+    """
+-- KEYS: rows; gives head and token slice of each: nil without the row, '' without a head
+local reply, count = {}, 0
+for at = 1, #KEYS do
+  local first = redis.call('GETRANGE', KEYS[at], 56, 375)
+  local head, tokens = false, false
+  if first ~= '' then
+    head, tokens = '', ''
+    if #first >= 24 then
+      local length, start, size = struct.unpack('<III', first)
+      if length > 296 then
+        head = redis.call('GETRANGE', KEYS[at], 80, 79 + length)
+      else
+        head = string.sub(first, 25, 24 + length)
+      end
+      if size > 0 then tokens = redis.call('GETRANGE', KEYS[at], start, start + size - 1) end
+    end
+  end
+  reply[count + 1], reply[count + 2] = head, tokens
+  count = count + 2
+end
+return reply
+""",
+    bare=True,
 )
 
 DISCARD = script("""
@@ -273,19 +309,16 @@ return reply
 """)
 
 SCAN_READ = script("""
--- ARGV: now, partition, scan id, seconds, then key, row number, ...; gives content, token part, ...
+-- ARGV: now, partition, scan id, seconds, then key, row number, ...; gives rows
 if call('ZSCORE', ns .. ':s', ARGV[3]) then
   call('ZADD', ns .. ':s', exact(clock() + tonumber(ARGV[4])), ARGV[3])
 end
 local reply = {}
 for at = 5, #ARGV, 2 do
   local key, seq = ARGV[at], ARGV[at + 1]
-  local m, k = place('m', ARGV[2], key), place('k', ARGV[2], key)
-  if call('ZSCORE', ns .. ':o:' .. ARGV[2], key) ~= seq then
-    m, k = ns .. ':g:m:' .. seq, ns .. ':g:k:' .. seq
-  end
-  reply[#reply + 1] = call('GET', m)
-  reply[#reply + 1] = call('GET', k)
+  local row = place('m', ARGV[2], key)
+  if call('ZSCORE', ns .. ':o:' .. ARGV[2], key) ~= seq then row = ns .. ':g:m:' .. seq end
+  reply[#reply + 1] = call('GET', row)
 end
 return reply
 """)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
@@ -21,7 +21,7 @@ from tokenplane.staging.redis_backend.connection import RedisConnection
 from tokenplane.staging.redis_backend.rows import stored_content
 from tokenplane.staging.redis_backend.scripts import PUT
 from tokenplane.staging.row_packing import PackedRow, pack_row
-from tokenplane.staging.row_split import split_message
+from tokenplane.staging.row_split import token_part
 from tokenplane.staging.store_types import Blob
 
 UPLOAD_FROM_BYTES: Final = 65536
@@ -30,6 +30,7 @@ script: a script copies its arguments several times."""
 UPLOAD_S: Final = 3600
 FIRST_POLL_S: Final = 0.01
 LONGEST_POLL_S: Final = 0.25
+_KINDS: Final = (b"o", b"l", b"p")
 
 
 class RedisWriter:
@@ -61,20 +62,16 @@ class RedisWriter:
         """See ``StagingStore.put``."""
         packed = pack_row(partition, key, row)
         contents = {blob.sha256: blob for blob in blobs}
-        split = split_message(packed.message, row, partition, key)
-        token_part, rest = split or (b"", packed.message)
-        nonce = uuid.uuid4().bytes
-        content = stored_content(packed.binding, nonce, self._created_at(), rest)
+        part = token_part(packed.message, row, partition, key)
+        nonce = os.urandom(16)
+        content = stored_content(packed.binding, nonce, self._created_at(), packed.message, part)
+        names = self._names(partition, key)
         big = {sha for sha, blob in contents.items() if blob.nbytes >= UPLOAD_FROM_BYTES}
         args: list[bytes | str | int] = [
-            "",
             partition,
             key,
-            packed.binding,
-            nonce,
             packed.label,
             content,
-            token_part,
             len(packed.message),
             "" if self._max_bytes is None else self._max_bytes,
         ]
@@ -83,7 +80,7 @@ class RedisWriter:
         uploads: list[bytes] = []
         try:
             while True:
-                verdict, *context = self._when_there_is_room(args, key)
+                verdict, *context = self._when_there_is_room(names, args, key)
                 if verdict == b"new":
                     uploads.clear()  # the row has taken them
                 if verdict != b"blobs":
@@ -97,12 +94,20 @@ class RedisWriter:
                 with suppress(StoreError):
                     self._connection.command("UNLINK", *uploads)
 
-    def _when_there_is_room(self, args: list[bytes | str | int], key: str) -> list[bytes]:
+    def _names(self, partition: str, key: str) -> list[bytes]:
+        """The server names that the put script always needs."""
+        namespace, place = self._total[:-1], partition.encode()
+        row = b"%sm:%d:%s:%s" % (namespace, len(place), place, key.encode())
+        return [self._total, row, *(b"%s%s:%s" % (namespace, kind, place) for kind in _KINDS)]
+
+    def _when_there_is_room(
+        self, names: list[bytes], args: list[bytes | str | int], key: str
+    ) -> list[bytes]:
         """The verdict of the put script, once it is another than ``full``."""
         deadline = time.monotonic() + self._full_wait_s
         wait = FIRST_POLL_S
         while True:
-            verdict: list[bytes] = self._connection.script(PUT, [self._total], *args)
+            verdict: list[bytes] = self._connection.script(PUT, names, *args)
             if verdict[0] != b"full":
                 return verdict
             need, used = (int(value) for value in verdict[1:])

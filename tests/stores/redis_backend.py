@@ -45,26 +45,16 @@ class RedisBackend(StoreBackend):
 
     def raw_read(self, store: StagingStore, partition: str, key: str) -> bytes:
         content = self.client.get(self.name("m", partition, key))
-        token = self.client.get(self.name("k", partition, key))
         assert isinstance(content, bytes)
-        if token is None:
-            return content[64:]
-        assert isinstance(token, bytes)
-        message, rest = bytearray(), content[64:]
-        cuts = struct.iter_unpack("<III", token[76:100])
-        for start, inside, size in sorted(cuts):
-            gap = start - len(message)
-            message += rest[:gap] + token[inside : inside + size]
-            rest = rest[gap:]
-        return bytes(message + rest)
+        (head,) = struct.unpack("<I", content[56:60])
+        return content[80 + head :]
 
     def raw_write(self, store: StagingStore, partition: str, key: str, message: bytes) -> None:
         name = self.name("m", partition, key)
-        head = self.client.getrange(name, 0, 63)
+        head = self.client.getrange(name, 0, 79)
         assert isinstance(head, bytes)
-        assert len(head) == 64
-        self.client.set(name, head + message)
-        self.client.delete(self.name("k", partition, key))
+        assert len(head) == 80
+        self.client.set(name, head[:56] + bytes(12) + head[68:] + message)
 
     def raw_write_blob(self, store: StagingStore, sha256: bytes, data: bytes) -> None:
         name = f"{{{self.namespace}}}:b:".encode() + sha256

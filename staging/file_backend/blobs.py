@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Final
 
 import pyarrow as pa
 
@@ -14,6 +16,8 @@ from tokenplane.staging.file_backend.directory import BLOBS, TEMPORARY, sync_dir
 from tokenplane.staging.file_backend.schema import Sql
 from tokenplane.staging.row_packing import check_blob
 from tokenplane.staging.store_types import Blob
+
+_NAME: Final = re.compile("[0-9a-f]{64}")
 
 
 class BlobFiles:
@@ -89,11 +93,18 @@ class BlobFiles:
             if status.st_mtime > limit:
                 continue
             if not self.is_unfinished(path):
+                if not _is_ours(path):
+                    continue
                 sha = bytes.fromhex(path.name)
                 if db.execute("SELECT 1 FROM blobs WHERE sha256=?", (sha,)).fetchone():
                     continue
             found.append((path, status.st_size))
         return found
+
+
+def _is_ours(path: Path) -> bool:
+    """False for what somebody else put into the folder."""
+    return _NAME.fullmatch(path.name) is not None and path.parent.name == path.name[:2]
 
 
 def _holds(path: Path, blob: Blob) -> bool:

@@ -86,8 +86,7 @@ class Removal:
             for partition_id, name in self._partitions(policy):
                 plan.add(self._sweep_partition(partition_id, name, policy, now))
             self._unlink_orphans(orphans)
-            with file_errors():
-                self._sealed.unlink([path.name for path in strays])
+            self._unlink_strays(strays)
             if policy.orphan_age_s is not None:
                 self._shrink()
         with self._database.read() as db:
@@ -159,7 +158,7 @@ class Removal:
 
     def _stray_files(self, db: Sql, age_s: float) -> list[Path]:
         """Sealed files that a killed process placed (or began) and never made known."""
-        known = {name for (name,) in db.execute("SELECT name FROM sealed_files")}
+        known = _known_files(db)
         limit = time.time() - age_s
         strays = []
         for path in self._sealed.paths():
@@ -169,6 +168,13 @@ class Removal:
             except FileNotFoundError:
                 continue
         return strays
+
+    def _unlink_strays(self, strays: list[Path]) -> None:
+        """In a write transaction: files become known in one that saw them in place."""
+        if strays:
+            with self._database.write() as db:
+                known = _known_files(db)
+                self._sealed.unlink([path.name for path in strays if path.name not in known])
 
     def _shrink(self) -> None:
         """Give freed pages back to the file system, a few at a time."""
@@ -181,6 +187,10 @@ class Removal:
         except StoreFullError:
             # Moving pages needs room as well; free ones stay in the file for rows to come.
             return
+
+
+def _known_files(db: Sql) -> set[str]:
+    return {name for (name,) in db.execute("SELECT name FROM sealed_files")}
 
 
 def _plan(db: Sql, policy: RetentionPolicy, now: float) -> tuple[_Removed, dict[str, int]]:

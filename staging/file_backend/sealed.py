@@ -14,7 +14,7 @@ import os
 import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -29,6 +29,7 @@ from tokenplane.staging.file_backend.schema import Sql
 
 KEY_COLUMN: Final = "tokenplane_key"
 SEQ_COLUMN: Final = "tokenplane_seq"
+SUFFIX: Final = ".arrow"
 CHUNK_ROWS: Final = 256
 CHUNK_BYTES: Final = 2**20
 CACHED_CHUNKS: Final = 8
@@ -173,9 +174,15 @@ class SealedFiles:
         for name in names:
             (self._root / name).unlink(missing_ok=True)
 
+    def all_there(self, names: Iterable[str]) -> bool:
+        """True if every file is in place; asked inside the transaction that makes them known."""
+        return all((self._root / name).exists() for name in names)
+
     def paths(self) -> Iterator[Path]:
-        """Every file there is, unfinished ones too."""
-        return self._root.iterdir()
+        """Every file of ours, unfinished ones too."""
+        for path in self._root.iterdir():
+            if path.suffix == SUFFIX or path.name.startswith(TEMPORARY):
+                yield path
 
 
 class _FileWriter:
@@ -225,7 +232,7 @@ class _FileWriter:
         self._flush()
         self._writer.close()
         self._sink.close()
-        name = f"{uuid.uuid4().hex}.arrow"
+        name = f"{uuid.uuid4().hex}{SUFFIX}"
         self._check()
         if durable:
             with self._temporary.open("rb") as handle:

@@ -7,7 +7,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from tokenplane.schemas.errors import CorruptRowError, MissingRowError
+from tokenplane.schemas.errors import CorruptRowError, MissingRowError, StoreUnavailableError
 from tokenplane.staging.file_backend.database import Database
 from tokenplane.staging.file_backend.errors import file_errors
 from tokenplane.staging.file_backend.rows import list_seqs, read_by_seq, to_json
@@ -17,6 +17,7 @@ from tokenplane.staging.file_backend.sealed import SealedFiles, WrittenFile
 SEALING: Final = 1
 """``partitions.sealed`` while rows are still in the database: no more rows are taken."""
 SEALED: Final = 2
+PLACING_TRIES: Final = 10
 
 
 class Sealing:
@@ -39,14 +40,23 @@ class Sealing:
             if state == SEALED:
                 return
             db.execute("UPDATE partitions SET sealed=? WHERE id=?", (SEALING, partition_id))
-        with self._database.read() as db:
-            db.execute("BEGIN")
-            files = self._sealed.write(self._rows(db, partition))
-        with self._database.write() as db:
-            placed = _place(db, partition_id, files)
-        if not placed:
-            with file_errors():
-                self._sealed.unlink([file.name for file in files])
+        for _ in range(PLACING_TRIES):
+            with self._database.read() as db:
+                db.execute("BEGIN")
+                files = self._sealed.write(self._rows(db, partition))
+            names = [file.name for file in files]
+            with self._database.write() as db:
+                # A sweep takes a file that is not known yet for a stray, if it is old enough.
+                whole = self._sealed.all_there(names)
+                placed = whole and _place(db, partition_id, files)
+            if not placed:
+                with file_errors():
+                    self._sealed.unlink(names)
+            if whole:
+                return
+        raise StoreUnavailableError(
+            "sealed files were removed while they were placed", key=partition
+        )
 
     def _rows(self, db: Sql, partition: str) -> Iterator[tuple[int, str, pa.RecordBatch]]:
         for seq in list_seqs(db, partition, ""):

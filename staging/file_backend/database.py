@@ -15,12 +15,17 @@ from tokenplane.schemas.errors import StoreClosedError, StoreError
 from tokenplane.staging.file_backend.directory import DATABASE_FILE
 from tokenplane.staging.file_backend.errors import file_errors
 from tokenplane.staging.file_backend.fork import GUARD, forked_error
+from tokenplane.staging.file_backend.log_space import LogSpace
 from tokenplane.staging.file_backend.schema import Sql, check_database, connect
 
 CHECKPOINT_PAGES: Final = 1000
 """The log is copied into the database each time it has grown by this much."""
 RESTART_PAGES: Final = 4 * CHECKPOINT_PAGES
 """From here on it is also made to start anew: overwriting is quicker than growing."""
+AHEAD_PAGES: Final = CHECKPOINT_PAGES // 4
+"""Room that the log has beyond its end, as far as the checkpoint thread keeps up."""
+FRAME_HEADER_BYTES: Final = 24
+CLOSE_POLL_S: Final = 0.02
 CHECKPOINT_WAIT_MS: Final = 50
 """Writers stand still while a restarting checkpoint waits for readers."""
 POOLED_READERS: Final = 16
@@ -54,6 +59,8 @@ class Database:
             GUARD.leave(self._identity)
             raise
         self._log_pages = 0
+        self._room_pages = 0
+        self._checkpoint_due = False
         self._checkpoint_at, self._restart_at = CHECKPOINT_PAGES, RESTART_PAGES
         self._wake = threading.Event()
         self._checkpointer: threading.Thread | None = None
@@ -175,6 +182,9 @@ class Database:
         self._log_pages = pages
         if pages >= self._checkpoint_at:
             self._checkpoint_at = pages + CHECKPOINT_PAGES
+            self._checkpoint_due = True
+            self._wake.set()
+        elif pages + AHEAD_PAGES // 2 > self._room_pages:
             self._wake.set()
         return 0
 
@@ -183,10 +193,15 @@ class Database:
         db.set_busy_timeout(CHECKPOINT_WAIT_MS)
         try:
             while True:
+                if self._synchronous == "FULL":
+                    self._make_room(db)
                 self._wake.wait()
                 self._wake.clear()
                 if self._closed:
                     return
+                if not self._checkpoint_due:
+                    continue
+                self._checkpoint_due = False
                 # A checkpoint that fails (another process is at it, a reader holds the log, there
                 # is no room) leaves rows safe in the log; the next one comes when it has grown.
                 with suppress(apsw.Error):
@@ -196,3 +211,31 @@ class Database:
                         db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_RESTART)
         finally:
             db.close()
+
+    def _make_room(self, db: apsw.Connection) -> None:
+        """Let the log's file be longer than the log; without it commits are slower, not worse."""
+        self._room_pages = max(self._room_pages, self._log_pages + AHEAD_PAGES)
+        space = LogSpace(self.root)
+        lengthened = False
+        with suppress(apsw.Error, OSError):
+            nbytes = self._room_pages * (db.pragma("page_size") + FRAME_HEADER_BYTES)
+            while self._lengthen(db, space, nbytes):
+                lengthened = True
+            if lengthened:
+                space.sync()
+
+    def _lengthen(self, db: apsw.Connection, space: LogSpace, nbytes: int) -> bool:
+        # Whoever closes the store holds the lock while it waits for this thread.
+        while not self.write_lock.acquire(timeout=CLOSE_POLL_S):
+            if self._closed:
+                return False
+        try:
+            if self._closed:
+                return False
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                return space.lengthen(nbytes)
+            finally:
+                db.execute("ROLLBACK")
+        finally:
+            self.write_lock.release()

@@ -26,7 +26,17 @@ MAX_GROUP_BYTES: Final = 64 * 2**20
 FULL_POLL_S: Final = 0.05
 """How often a put that waits for room looks again: room may be made by another process."""
 
-
+_STORE = "SELECT last_seq, bytes FROM partitions WHERE id=?"
+_LOOK = """
+SELECT p.id, p.label, p.rows, p.sealed, r.binding
+FROM partitions p LEFT JOIN rows r INDEXED BY rows_key ON r.partition_id=p.id AND r.key=?
+WHERE p.name=?
+"""
+_ADD = f"""
+UPDATE partitions
+SET rows=rows+?, bytes=bytes+?, last_seq=iif(id={STORE_ROW}, ?, last_seq)
+WHERE id=?
+"""
 _REFUSALS = (StoreFullError, KeyConflictError, SchemaMismatchError, SealedPartitionError)
 
 
@@ -159,30 +169,27 @@ class GroupWriter:
                 job.done = True
 
     def _apply(self, db: Sql, jobs: list[_Put]) -> None:
-        query = "SELECT last_seq, bytes FROM partitions WHERE id=?"
-        last_seq, stored = only_row(db.execute(query, (STORE_ROW,)))
+        last_seq, stored = only_row(db.execute(_STORE, (STORE_ROW,)))
         totals = _Totals(last_seq, stored)
         for job in jobs:
             try:
                 job.written = self._apply_one(db, job, totals)
             except (StoreError, _BlobGone) as exc:
                 job.error = exc
-        for partition_id, rows in totals.rows.items():
-            db.execute(
-                "UPDATE partitions SET rows=rows+?, bytes=bytes+? WHERE id=?",
-                (rows, totals.bytes[partition_id], partition_id),
+        if totals.rows:
+            db.executemany(
+                _ADD,
+                [
+                    (rows, totals.bytes[partition_id], totals.last_seq, partition_id)
+                    for partition_id, rows in totals.rows.items()
+                ],
             )
-        if totals.last_seq != last_seq:
-            db.execute("UPDATE partitions SET last_seq=? WHERE id=?", (totals.last_seq, STORE_ROW))
 
     def _apply_one(self, db: Sql, job: _Put, totals: _Totals) -> bool:
         """Insert one row, or raise before anything of it is changed."""
-        partition_id, label, rows, sealed = _partition(db, job.partition)
-        there = db.execute(
-            "SELECT binding FROM rows WHERE partition_id=? AND key=?", (partition_id, job.key)
-        ).fetchone()
-        if there is not None:
-            if there[0] == job.packed.binding:
+        partition_id, label, rows, sealed, binding = _look(db, job)
+        if binding is not None:
+            if binding == job.packed.binding:
                 return False
             raise KeyConflictError("another row is stored under this key", key=job.key)
         if sealed:
@@ -250,12 +257,12 @@ def _own_copy(error: StoreError, key: str) -> StoreError:
     return copy
 
 
-def _partition(db: Sql, name: str) -> tuple[int, str, int, int]:
-    """(id, label, rows, sealed) of a partition, which is made if it is not there."""
-    query = "SELECT id, label, rows, sealed FROM partitions WHERE name=?"
-    found = db.execute(query, (name,)).fetchone()
+def _look(db: Sql, job: _Put) -> tuple[int, str, int, int, bytes | None]:
+    """Of the partition, which is made if it is not there: id, label, rows, sealed; of the row that
+    is stored under the key: its binding."""
+    found = db.execute(_LOOK, (job.key, job.partition)).fetchone()
     if found is None:
-        db.execute("INSERT INTO partitions(name) VALUES (?)", (name,))
-        found = db.execute(query, (name,)).fetchone()
-    partition_id, label, rows, sealed = found
-    return partition_id, label, rows, sealed
+        db.execute("INSERT INTO partitions(name) VALUES (?)", (job.partition,))
+        found = only_row(db.execute(_LOOK, (job.key, job.partition)))
+    partition_id, label, rows, sealed, binding = found
+    return partition_id, label, rows, sealed, binding

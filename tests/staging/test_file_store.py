@@ -49,6 +49,7 @@ class FileBackend(StoreBackend):
 
     def raw_write(self, store: StagingStore, partition: str, key: str, message: bytes) -> None:
         db = apsw.Connection(str(self.root / "rows.sqlite"))
+        db.set_busy_timeout(60_000)
         db.execute(
             "UPDATE rows SET message=? WHERE key=?"
             " AND partition_id=(SELECT id FROM partitions WHERE name=?)",

@@ -219,8 +219,7 @@ class Ledger:
         row = FailureRow(
             failure.rollout_id, failure.model_call_id, failure.code, failure.message, failure.at_s
         )
-        key = mint_staging_key(failure.rollout_id, failure.model_call_id)
-        self._store.put(self._failures, key, row.to_batch())
+        self._store.put(self._failures, mint_staging_key(*row.key_names), row.to_batch())
 
     def failures(self, rollout_id: str) -> list[FailureRow]:
         """Failure rows of one rollout, in write order."""

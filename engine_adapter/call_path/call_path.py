@@ -269,7 +269,9 @@ class CallPath:
     async def _generate(
         self, call: ModelCall, prepared: _Prepared, on_tokens: OnTokens | None
     ) -> GenerationResult:
-        request = GenerationRequest(call.answer_id, prepared.prompt, call.sampling, on_tokens)
+        # The routes of the prefix are in its rows: a growing rollout ships each route once.
+        held = 0 if prepared.prefix is None else len(prepared.prefix.prefix.token_ids)
+        request = GenerationRequest(call.answer_id, prepared.prompt, call.sampling, on_tokens, held)
         limit = self._limits.request_timeout_s
         try:
             async with asyncio.timeout(limit):

@@ -28,7 +28,7 @@ from tokenplane.engine_adapter.server.replies import (
     json_reply,
     read_body,
 )
-from tokenplane.engine_adapter.server.rows import read_rows
+from tokenplane.engine_adapter.server.rows import read_failures, read_manifest, read_rows
 from tokenplane.schemas.errors import DeadlineError, EngineStateError, RequestRejectedError
 
 _MAX_BODY = 64 * 1024
@@ -74,8 +74,8 @@ class ControlRoutes:
 
     async def manifest(self, request: Request) -> Response:
         """The ``RolloutManifest``; empty lists for an unknown rollout."""
-        ledger, rollout_id = self._parts.ledger, request.path_params["rollout_id"]
-        return json_reply(await self._read(lambda: ledger.manifest(rollout_id).model_dump()))
+        parts, rollout_id = self._parts, request.path_params["rollout_id"]
+        return json_reply(await self._read(lambda: read_manifest(parts, rollout_id).model_dump()))
 
     async def rows(self, request: Request) -> Response:
         """Staged rows in write order; token columns with ``?tokens=1`` only."""
@@ -89,8 +89,8 @@ class ControlRoutes:
 
     async def failures(self, request: Request) -> Response:
         """Calls of the rollout that have no row, with code and message."""
-        ledger, rollout_id = self._parts.ledger, request.path_params["rollout_id"]
-        rows = await self._read(lambda: ledger.failures(rollout_id))
+        parts, rollout_id = self._parts, request.path_params["rollout_id"]
+        rows = await self._read(lambda: read_failures(parts, rollout_id))
         listed = [dataclasses.asdict(row) for row in rows]
         return json_reply({"rollout_id": rollout_id, "failures": listed})
 

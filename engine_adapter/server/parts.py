@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from tokenplane.capture.ledger import Ledger
 from tokenplane.capture.prefix_resolver import PrefixResolver
 from tokenplane.capture.prompt_preparer import TQMegatronPromptPreparer
 from tokenplane.capture.token_stager import TQMegatronTokenStager
+from tokenplane.capture.unsaved_failures import UnsavedFailures
 from tokenplane.engine_adapter.call_path.call_path import CallPath, CallPathLimits
 from tokenplane.engine_adapter.chat.renderer import TokenizerChatRenderer, read_terminator_ids
 from tokenplane.engine_adapter.chat.text import AnswerText, Detokenize
@@ -40,6 +42,8 @@ class ServerParts:
     store: StagingStore
     ledger: Ledger
     failures: FailureLog
+    unsaved: UnsavedFailures
+    """Failures whose rows the store has not taken yet."""
     resolver: PrefixResolver
     stager: TQMegatronTokenStager
     path: CallPath
@@ -53,6 +57,7 @@ class ServerParts:
         """End the engine, then wait for what is still being staged or recorded."""
         await self.engine.close()
         self.path.close()
+        await asyncio.to_thread(self.unsaved.close)
 
 
 def build_parts(
@@ -78,7 +83,8 @@ def build_parts(
     renderer = TokenizerChatRenderer(tokenizer, terminators)
     metrics = ServerMetrics()
     ledger = Ledger(store)
-    failures = FailureLog(on_failure=_on_failure(ledger, metrics))
+    unsaved = UnsavedFailures(ledger.record_failure)
+    failures = FailureLog(on_failure=_on_failure(unsaved, metrics))
     resolver = PrefixResolver(TokenSource(store), max_bytes=config.prefix_cache_bytes)
     stager = TQMegatronTokenStager(TokenSink(store), resolver=resolver, failures=failures)
     template = tokenizer.chat_template
@@ -107,6 +113,7 @@ def build_parts(
         store=store,
         ledger=ledger,
         failures=failures,
+        unsaved=unsaved,
         resolver=resolver,
         stager=stager,
         path=path,
@@ -126,10 +133,10 @@ def build_parts(
     return parts
 
 
-def _on_failure(ledger: Ledger, metrics: ServerMetrics) -> Any:
+def _on_failure(unsaved: UnsavedFailures, metrics: ServerMetrics) -> Any:
     def record(failure: CaptureFailure) -> None:
         metrics.count_failure(failure.code)
-        ledger.record_failure(failure)
+        unsaved.record(failure)
 
     return record
 

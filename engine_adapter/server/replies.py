@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from tokenplane.engine_adapter.server.openai_errors import (
@@ -72,17 +72,29 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """The request's body.
 
     Raises:
-        RequestRejectedError: ``body_too_large``; not more than the bound was read.
+        RequestRejectedError: ``body_too_large``; not more than the bound was read, and nothing
+            where the request says beforehand how long it is.
+        ClientGoneError: the client went away before all of it had come.
     """
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > max_bytes:
-            raise RequestRejectedError(
-                "the body is too large", code="body_too_large", expected=f"<= {max_bytes} bytes"
-            )
-        parts.append(part)
+    parts: list[bytes] = []
+    size, declared = 0, request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > max_bytes:
+        raise _too_large(max_bytes)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            parts.append(part)
+    except ClientDisconnect:
+        raise ClientGoneError from None
     return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> RequestRejectedError:
+    return RequestRejectedError(
+        "the body is too large", code="body_too_large", expected=f"<= {max_bytes} bytes"
+    )
 
 
 def check_bearer(request: Request, token: str | None) -> None:

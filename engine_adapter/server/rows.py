@@ -1,4 +1,5 @@
-"""A staged row as the control routes show it: everything but tokens, unless they are asked for."""
+"""A rollout as the control routes show it: its rows without tokens unless they are asked for, its
+manifest, its failures."""
 
 from __future__ import annotations
 
@@ -7,9 +8,40 @@ from typing import Any
 
 from tokenplane.engine_adapter.call_path.call_path import CallPath
 from tokenplane.engine_adapter.call_path.call_types import CallTimings
+from tokenplane.engine_adapter.server.parts import ServerParts
 from tokenplane.schemas.epochs import spans_epochs
+from tokenplane.schemas.failure_row import FailureRow
+from tokenplane.schemas.manifest import ManifestFailure, RolloutManifest
 from tokenplane.schemas.staged_row import STAGED_PARTITION, StagedRow, parse_staged_row
 from tokenplane.staging.store import StagingStore
+
+
+def read_failures(parts: ServerParts, rollout_id: str) -> list[FailureRow]:
+    """The rollout's failures in write order; at the end those that the store has not taken yet.
+
+    Raises:
+        LedgerError: ``invalid_rollout_id``.
+        StoreError: the store cannot be read.
+    """
+    # First those that wait: one that is saved meanwhile is then named twice, and never not at all.
+    waiting = parts.unsaved.waiting(rollout_id)
+    return [
+        *parts.ledger.failures(rollout_id),
+        *(FailureRow(f.rollout_id, f.model_call_id, f.code, f.message, f.at_s) for f in waiting),
+    ]
+
+
+def read_manifest(parts: ServerParts, rollout_id: str) -> RolloutManifest:
+    """The rollout's manifest, with the failures that the store has not taken yet.
+
+    Raises: as ``read_failures``.
+    """
+    waiting = parts.unsaved.waiting(rollout_id)
+    manifest = parts.ledger.manifest(rollout_id)
+    manifest.failures.extend(
+        ManifestFailure(model_call_id=f.model_call_id, reason=f.code) for f in waiting
+    )
+    return manifest
 
 
 def read_rows(

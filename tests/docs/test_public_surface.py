@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from importlib import import_module
+from typing import Any
 
 import pytest
 
@@ -107,7 +108,7 @@ def test_the_worker_costs_nothing_until_it_is_asked_for() -> None:
 @pytest.mark.parametrize("path", SIGNATURES)
 def test_every_public_call_takes_what_is_promised(path: str) -> None:
     package = next(name for name in SURFACE if path.startswith(f"{name}."))
-    found = import_module(package)
+    found: Any = import_module(package)
     for name in path.removeprefix(f"{package}.").split("."):
         found = getattr(found, name)
     parameters = inspect.signature(found).parameters.values()

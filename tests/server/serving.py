@@ -150,9 +150,15 @@ class HandDrivenStream:
             {"messages": [user("a")], "stream": True} | body
         ).encode()
         self._pieces: list[str] = []
+        self._whole = True
         self.headers = [(b"content-type", b"application/json")]
         self.gone = asyncio.Event()
         """Set it to go away."""
+
+    def hold_body(self) -> None:
+        """Send the first half of the body only."""
+        assert self._body is not None
+        self._body, self._whole = self._body[: len(self._body) // 2], False
 
     @property
     def text(self) -> str:
@@ -187,7 +193,7 @@ class HandDrivenStream:
     async def _receive(self) -> dict[str, Any]:
         body, self._body = self._body, None
         if body is not None:
-            return {"type": "http.request", "body": body, "more_body": False}
+            return {"type": "http.request", "body": body, "more_body": not self._whole}
         await self.gone.wait()
         return {"type": "http.disconnect"}
 

@@ -82,9 +82,18 @@ async def test_a_store_that_takes_nothing_at_all_is_logged_and_counted(
             reply = await served.chat([user("a")])
         assert text_of(reply) == "Hi."
         assert served.parts.failures.counts() == {"stage_failed": 1}
-        assert "the failure callback raised" in caplog.text
+        assert "a failure row waits for the store: store_full" in caplog.text
         metrics = (await served.client.get("/metrics")).text
         assert 'tokenplane_capture_failures_total{code="stage_failed"} 1.0' in metrics
+        # The rollout must not look complete, neither now nor to whoever reads the store later.
+        call = reply.headers["x-tokenplane-call"]
+        lost = {"schema_version": 2, "model_call_id": call, "reason": "stage_failed"}
+        assert await served.failures() == ["stage_failed"]
+        assert (await served.client.get("/rollouts/r1/manifest")).json()["failures"] == [lost]
+        assert (await served.client.get("/rollouts/r2/manifest")).json()["failures"] == []
+        assert served.parts.ledger.failures("r1") == []
+        store.broken.clear()
+    assert [row.model_call_id for row in served.parts.ledger.failures("r1")] == [call]
 
 
 async def test_a_ledger_that_cannot_be_read_serves_without_capture() -> None:

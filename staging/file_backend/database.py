@@ -11,7 +11,7 @@ from typing import Final
 
 import apsw
 
-from tokenplane.schemas.errors import StoreClosedError, StoreError
+from tokenplane.schemas.errors import StoreClosedError, StoreError, StoreUnavailableError
 from tokenplane.staging.file_backend.directory import DATABASE_FILE
 from tokenplane.staging.file_backend.errors import file_errors
 from tokenplane.staging.file_backend.fork import GUARD, forked_error
@@ -52,6 +52,8 @@ class Database:
                 self._writer = self._connect()
                 try:
                     check_database(self._writer)
+                    # Here, not in its thread: the directory may be gone before that runs.
+                    checkpoints = None if read_only else self._connect()
                 except BaseException:
                     self._writer.close()
                     raise
@@ -64,10 +66,13 @@ class Database:
         self._checkpoint_at, self._restart_at = CHECKPOINT_PAGES, RESTART_PAGES
         self._wake = threading.Event()
         self._checkpointer: threading.Thread | None = None
-        if not read_only:
+        if checkpoints is not None:
             self._writer.set_wal_hook(self._on_commit)
             self._checkpointer = threading.Thread(
-                target=self._checkpoint_loop, name="tokenplane-checkpoint", daemon=True
+                target=self._checkpoint_loop,
+                args=(checkpoints,),
+                name="tokenplane-checkpoint",
+                daemon=True,
             )
             self._checkpointer.start()
 
@@ -142,6 +147,7 @@ class Database:
             try:
                 yield db
                 db.execute("COMMIT")
+                self._check_place()
             except BaseException:
                 # A full disk may have rolled the transaction back already.
                 if db.in_transaction:
@@ -173,6 +179,21 @@ class Database:
                 self._readers.clear()
         GUARD.leave(self._identity)
 
+    def _check_place(self) -> None:
+        """A database that was removed or replaced while it is open takes rows that nobody else
+        will ever see; none of them may be acknowledged.
+        """
+        try:
+            status = os.stat(self.root / DATABASE_FILE)
+        except FileNotFoundError:
+            found = None
+        else:
+            found = (status.st_dev, status.st_ino)
+        if found != self._identity:
+            raise StoreUnavailableError(
+                "the store's files were removed or replaced while it was open", key=str(self.root)
+            )
+
     def _connect(self) -> apsw.Connection:
         return connect(self.root, read_only=self.read_only, synchronous=self._synchronous)
 
@@ -188,8 +209,7 @@ class Database:
             self._wake.set()
         return 0
 
-    def _checkpoint_loop(self) -> None:
-        db = self._connect()
+    def _checkpoint_loop(self, db: apsw.Connection) -> None:
         db.set_busy_timeout(CHECKPOINT_WAIT_MS)
         try:
             while True:

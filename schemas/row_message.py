@@ -27,6 +27,7 @@ from tokenplane.schemas.schema_memo import SchemaMemo
 MAGIC = b"TKPLROW1"
 HEADER_BYTES = 64
 _HEADER = struct.Struct("<8sQ32s16s")
+_PREFIX = struct.Struct("<4sI")
 _RESERVED = bytes(16)
 _CONTINUATION = b"\xff\xff\xff\xff"
 _END_OF_STREAM = _CONTINUATION + bytes(4)
@@ -84,7 +85,7 @@ def decode_message(
         raise CorruptRowError(
             "torn row message", expected="64-byte header", got=buffer.size, key=key
         )
-    magic, size, digest, reserved = _HEADER.unpack(buffer[:HEADER_BYTES].to_pybytes())
+    magic, size, digest, reserved = _HEADER.unpack_from(buffer)
     if magic != MAGIC or reserved != _RESERVED:
         raise CorruptRowError("not a row message of this version", got=repr(magic), key=key)
     if size != buffer.size - HEADER_BYTES:
@@ -119,10 +120,10 @@ def _read_batch(payload: pa.Buffer) -> pa.RecordBatch:
 
 def _schema_bytes(payload: pa.Buffer) -> int:
     """Length of the stream's first message; a schema message has no body (Arrow IPC format)."""
-    prefix = payload[:8].to_pybytes()
-    if len(prefix) < 8 or prefix[:4] != _CONTINUATION:
+    mark, length = _PREFIX.unpack_from(payload) if payload.size >= _PREFIX.size else (b"", 0)
+    if mark != _CONTINUATION:
         raise ValueError("not an Arrow IPC stream")
-    return 8 + int.from_bytes(prefix[4:], "little")
+    return _PREFIX.size + int(length)
 
 
 @lru_cache(maxsize=64)
@@ -136,8 +137,8 @@ def message_digest(message: bytes | memoryview | pa.Buffer) -> bytes:
     Raises:
         CorruptRowError: shorter than a header.
     """
-    head = bytes(memoryview(message)[:HEADER_BYTES])
-    if len(head) < HEADER_BYTES:
-        raise CorruptRowError("torn row message", expected="64-byte header", got=len(head))
-    digest: bytes = _HEADER.unpack(head)[2]
+    size = memoryview(message).nbytes
+    if size < HEADER_BYTES:
+        raise CorruptRowError("torn row message", expected="64-byte header", got=size)
+    digest: bytes = _HEADER.unpack_from(message)[2]
     return digest

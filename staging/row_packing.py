@@ -212,7 +212,7 @@ def identity_of(row: pa.RecordBatch) -> str | None:
     at = _identity_place(row.schema)
     if at is None:
         return None
-    identity: str | None = row.column(at)[0].as_py()
+    identity: str | None = row.column(at).to_pylist()[0]
     return identity
 
 

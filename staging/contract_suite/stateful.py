@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -304,7 +304,13 @@ def run_random_operations(backend: StoreBackend, *, reopens: bool, max_examples:
     try:
         run_state_machine_as_test(
             Example,
-            settings=settings(max_examples=max_examples, stateful_step_count=25),
+            settings=settings(
+                max_examples=max_examples,
+                stateful_step_count=25,
+                # How long a store takes says nothing about whether it is right.
+                deadline=None,
+                suppress_health_check=[HealthCheck.too_slow],
+            ),
         )
     finally:
         session.store.close()

@@ -13,17 +13,17 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
-from tensordict import TensorDict
 from transfer_queue.client import AsyncTransferQueueClient
 from transfer_queue.storage import StorageKeyNotFoundError
 
 from tokenplane.schemas.errors import StoreError, StoreTimeoutError, StoreUnavailableError
+from tokenplane.staging.tq_backend.payload import Entry
+from tokenplane.staging.tq_backend.transport import HEAD, ask, transport_of
 
-FIELD: Final = "row"
 TAG: Final = "origin"
 PROBE_S: Final = 2.0
 
@@ -66,6 +66,17 @@ def to_store_error(error: BaseException, what: str) -> StoreError:
     return StoreUnavailableError(f"TransferQueue: {what}", got=f"{type(error).__name__}: {error}")
 
 
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Names that got places in the queue, or are about to."""
+
+    names: list[str]
+    early: list[Entry]
+    """Entries of the first names, which are being sent already."""
+    done: Future[Any]
+    """The places."""
+
+
 class QueueLink:
     """A client of one controller. Thread-safe.
 
@@ -81,73 +92,99 @@ class QueueLink:
         self._partition = partition
         self._deadline_s = deadline_s
         self._endpoints = unit_endpoints(config)
-        self._loose: list[asyncio.Task[None]] = []
+        self._loose: list[asyncio.Task[Any]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tq-link", daemon=True)
         self._thread.start()
         try:
             self._client = within(deadline_s, "connect", lambda: _client(config))
+            self._transport = transport_of(self._client)
         except BaseException:
             self._end_loop()
             raise
 
-    def put(self, entries: Sequence[tuple[str, bytearray, str]]) -> None:
-        """Store (name, buffer, tag) entries; a name that is there is overwritten.
+    def reserve(self, names: Sequence[str], early: Sequence[Entry] = ()) -> Reservation:
+        """Places for these names, and the ``early`` ones of their entries on the way into them.
+
+        Returns at once. Nothing is readable before ``put``; without a ``put`` the names stay in the
+        list, untagged.
+        """
+        done = self._start("reserve", self._reserve(list(names), early))
+        return Reservation(list(names), list(early), done)
+
+    async def _reserve(self, names: list[str], early: Sequence[Entry]) -> Any:
+        meta = await self._client.async_kv_retrieve_meta(
+            keys=names, partition_id=self._partition, create=True
+        )
+        if meta.size != len(names):
+            raise StoreUnavailableError(
+                "TransferQueue: put", expected=f"{len(names)} places", got=meta.size
+            )
+        await self._transport.store(meta.global_indexes[: len(early)], early)
+        return meta
+
+    def put(self, entries: Sequence[Entry], reservation: Reservation | None = None) -> None:
+        """Make entries readable; a name that is there is overwritten.
+
+        Args:
+            reservation: of the same names, in this order; its early entries come first.
 
         Raises:
             StoreTimeoutError: see the class; also every other method.
             StoreUnavailableError: the queue refused or failed.
         """
-        if not entries:
-            return
-        names = [name for name, _, _ in entries]
-        tensors = [torch.frombuffer(buffer, dtype=torch.uint8) for _, buffer, _ in entries]
-        tags = [{TAG: tag} for _, _, tag in entries]
+        if entries:
+            self._run("put", self._put(list(entries), reservation))
 
-        async def work() -> None:
-            meta = await self._client.async_kv_retrieve_meta(
-                keys=names, partition_id=self._partition, create=True
-            )
-            if meta.size != len(names):
-                raise StoreUnavailableError(
-                    "TransferQueue: put", expected=f"{len(names)} places", got=meta.size
-                )
-            meta.update_custom_meta(tags)
-            column = (
-                tensors[0].unsqueeze(0)
-                if len(tensors) == 1
-                else torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
-            )
-            data = TensorDict({FIELD: column}, batch_size=[len(names)])
-            await self._client.storage_manager.put_data(data, meta)
-            # The rows can be read now. Their tags only serve a replay, which puts an untagged row
-            # again: nobody waits for them.
-            self._loose.append(asyncio.create_task(self._client.async_set_custom_meta(meta)))
-            self._loose = [task for task in self._loose if not task.done()]
+    async def _put(self, entries: list[Entry], reservation: Reservation | None) -> None:
+        names = [entry.name for entry in entries]
+        early = 0 if reservation is None else len(reservation.early)
+        if reservation is None:
+            meta = await self._reserve(names, ())
+        else:
+            meta = await asyncio.wrap_future(reservation.done)
+        late = self._transport.store(meta.global_indexes[early:], entries[early:])
+        if early:
+            # What was sent early is there unless its place was cleared for another's sake.
+            now, _ = await asyncio.gather(self._reserve(names, ()), late)
+            if now.global_indexes != meta.global_indexes:
+                meta = now
+                await self._transport.store(meta.global_indexes, entries)
+        else:
+            await late
+        await self._transport.announce(meta, entries)
+        # The rows can be read now. Their tags only serve a replay, which puts an untagged row
+        # again: nobody waits for them.
+        tags = {
+            index: {TAG: entry.origin.hex()}
+            for index, entry in zip(meta.global_indexes, entries, strict=True)
+        }
+        body = {"partition_custom_meta": {self._partition: tags}}
+        self._loose.append(asyncio.create_task(ask(self._client, "SET_CUSTOM_META", body)))
+        self._loose = [task for task in self._loose if not task.done()]
 
-        self._run("put", work())
+    def get(self, names: Sequence[str], *, bodies: bool = True) -> list[tuple[bytes, bytes]]:
+        """(head, body) of those names that are there, in no order; the caller identifies them.
 
-    def get(self, names: Sequence[str]) -> list[bytes]:
-        """Buffers of those names that are there, in no order; the caller identifies them."""
+        The bodies are empty unless ``bodies``.
+        """
         if not names:
             return []
-        return self._run("get", self._get(list(names)))
+        return self._run("get", self._get(list(names), bodies))
 
-    async def _get(self, names: list[str]) -> list[bytes]:
+    async def _get(self, names: list[str], bodies: bool) -> list[tuple[bytes, bytes]]:
         meta = await self._client.async_kv_retrieve_meta(
             keys=names, partition_id=self._partition, create=False
         )
-        if meta.size == 0 or FIELD not in meta.field_names:
+        if meta.size == 0:
             return []
-        meta = meta.select_fields([FIELD])
-        if meta.is_ready:
+        if meta.is_ready and HEAD in meta.field_names:
             # A clear at the same moment may be faster.
             with contextlib.suppress(StorageKeyNotFoundError):
-                data = await self._client.async_get_data(meta)
-                return [row.contiguous().numpy().tobytes() for row in data[FIELD].unbind(0)]
+                return await self._transport.fetch(meta, bodies=bodies)
         if len(names) == 1:
             return []  # cleared, or its writer died between writing and saying so
-        return [buffer for name in names for buffer in await self._get([name])]
+        return [pair for name in names for pair in await self._get([name], bodies)]
 
     def clear(self, names: Sequence[str]) -> None:
         """Remove names; those that are not there do not matter."""
@@ -179,14 +216,17 @@ class QueueLink:
             ),
         )
 
-    def _run[T](self, what: str, work: Coroutine[Any, Any, T]) -> T:
+    def _start[T](self, what: str, work: Coroutine[Any, Any, T]) -> Future[T]:
         waiting = asyncio.wait_for(work, self._deadline_s)
         try:
-            future = asyncio.run_coroutine_threadsafe(waiting, self._loop)
+            return asyncio.run_coroutine_threadsafe(waiting, self._loop)
         except RuntimeError as exc:
             waiting.close()
             work.close()
-            raise StoreUnavailableError("TransferQueue: the link is closed") from exc
+            raise StoreUnavailableError(f"TransferQueue: {what}, the link is closed") from exc
+
+    def _run[T](self, what: str, work: Coroutine[Any, Any, T]) -> T:
+        future = self._start(what, work)
         try:
             return future.result(self._deadline_s + PROBE_S)
         except Exception as exc:

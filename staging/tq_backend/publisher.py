@@ -5,24 +5,38 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Buffer, Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from tokenplane.schemas.errors import StoreClosedError, StoreError, TokenplaneError
-from tokenplane.staging.row_packing import PackedRow
 from tokenplane.staging.store import StagingStore
 from tokenplane.staging.store_types import Blob
-from tokenplane.staging.tq_backend.payload import blob_name, row_name, wrap
+from tokenplane.staging.tq_backend.payload import Entry, blob_entry, row_name
 from tokenplane.staging.tq_backend.replay import replay
 
 if TYPE_CHECKING:
-    from tokenplane.staging.tq_backend.link import QueueLink
+    from tokenplane.staging.tq_backend.link import QueueLink, Reservation
 
 logger = logging.getLogger("tokenplane.staging")
 
 CHECK_S: Final = 5.0
 FIRST_WAIT_S: Final = 0.2
 LONGEST_WAIT_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A row on its way into the queue."""
+
+    names: list[str]
+    """Of its blobs, then its own."""
+    early: list[Entry]
+    """Its blobs."""
+    link: QueueLink | None
+    reservation: Reservation | None
+    """None: while the queue does not answer."""
 
 
 class Publisher:
@@ -41,7 +55,6 @@ class Publisher:
     ) -> None:
         self._journal = journal
         self._origin = origin
-        self._tag = origin.hex()
         self._connect = connect
         self._state = threading.Condition()
         self._link: QueueLink | None = None
@@ -51,6 +64,8 @@ class Publisher:
         self._done = 0
         self._urgent = False
         self._closed = False
+        self._under_way: Counter[str] = Counter()
+        self._litter: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="tq-publisher", daemon=True)
         self._thread.start()
 
@@ -64,25 +79,62 @@ class Publisher:
         """Why the queue is not in use; None while it is."""
         return self._error
 
-    def put(self, partition: str, key: str, packed: PackedRow, blobs: Sequence[Blob]) -> bool:
-        """Publish one row with its blobs; False if it has to wait for the queue.
+    def begin(self, partition: str, key: str, blobs: Sequence[Blob]) -> Publication:
+        """Get places in the queue for a row and its blobs, and send the blobs there.
 
-        They are one batch, which readers see at once.
+        Returns at once, so that the journal writes meanwhile. Nothing can be read before
+        ``finish``. Every publication must be finished or abandoned.
+        """
+        entries = {b.sha256: blob_entry(self._origin, b.sha256, b.data) for b in blobs}
+        early = list(entries.values())
+        names = [*(entry.name for entry in early), row_name(partition, key)]
+        link, reservation = self._link, None
+        with self._state:
+            self._under_way.update(names)
+        if link is not None:
+            try:
+                reservation = link.reserve(names, early)
+            except StoreError as exc:
+                self.give_up(link, exc)
+        return Publication(names, early, link, reservation)
+
+    def finish(self, publication: Publication, entry: Entry) -> bool:
+        """Let the row be read, now that the journal has it; False if it waits for the queue.
+
+        Row and blobs are one batch, which readers see at once.
         """
         link = self._link
-        if link is None:
-            return False
         try:
-            content = {b.sha256: self._entry(blob_name(b.sha256), b.sha256, b.data) for b in blobs}
-            row = self._entry(row_name(partition, key), packed.binding, packed.message)
-            link.put([*content.values(), row])
-        except StoreError as exc:
-            self.give_up(link, exc)
+            if link is not None:
+                reservation = publication.reservation if publication.link is link else None
+                try:
+                    link.put([*publication.early, entry], reservation)
+                    return True
+                except StoreError as exc:
+                    self.give_up(link, exc)
             return False
-        return True
+        finally:
+            self._end(publication)
 
-    def _entry(self, name: str, binding: bytes, content: Buffer) -> tuple[str, bytearray, str]:
-        return name, wrap(name, self._origin, binding, content), self._tag
+    def abandon(self, publication: Publication) -> None:
+        """The journal refused the row: the places are given back by the next replay."""
+        if publication.reservation is not None:
+            with self._state:
+                self._litter.update(publication.names)
+                self._asked += 1
+        self._end(publication)
+
+    def _end(self, publication: Publication) -> None:
+        with self._state:
+            self._under_way.subtract(publication.names)
+            self._under_way += Counter()  # forgets what is not under way any more
+
+    def _take_litter(self) -> set[str]:
+        """Names that nobody publishes any more and perhaps nobody wants."""
+        with self._state:
+            taken = {name for name in self._litter if name not in self._under_way}
+            self._litter -= taken
+            return taken
 
     def clear(self, partition: str, keys: Sequence[str]) -> None:
         """Remove rows from the queue; what cannot be removed now goes with the next replay."""
@@ -163,7 +215,8 @@ class Publisher:
             target, self._urgent = self._asked, False
         if self._done < target:
             started = time.monotonic()
-            published, cleared = replay(self._journal, self._origin, link)
+            litter = self._take_litter()
+            published, cleared = replay(self._journal, self._origin, link, litter)
             with self._state:
                 self._done = target
                 self._state.notify_all()

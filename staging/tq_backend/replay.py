@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
 from tokenplane.schemas.errors import CorruptRowError, MissingRowError
-from tokenplane.schemas.row_message import encode_message, message_digest
-from tokenplane.staging.row_packing import row_binding
+from tokenplane.staging.row_packing import pack_row
 from tokenplane.staging.store import StagingStore
-from tokenplane.staging.tq_backend.payload import blob_name, parse_row_name, row_name, wrap
+from tokenplane.staging.tq_backend.payload import (
+    Entry,
+    blob_entry,
+    blob_hash,
+    blob_name,
+    parse_row_name,
+    row_entry,
+    row_name,
+)
 
 if TYPE_CHECKING:
     from tokenplane.staging.tq_backend.link import QueueLink
@@ -21,8 +30,14 @@ logger = logging.getLogger("tokenplane.staging")
 ROWS_PER_BATCH: Final = 32
 
 
-def replay(journal: StagingStore, origin: bytes, link: QueueLink) -> tuple[int, int]:
-    """Make the queue hold the journal's rows; (rows published, names cleared)."""
+def replay(
+    journal: StagingStore, origin: bytes, link: QueueLink, litter: Iterable[str] = ()
+) -> tuple[int, int]:
+    """Make the queue hold the journal's rows; (rows published, names cleared).
+
+    Args:
+        litter: names that got a place in the queue and then no row; cleared unless they are wanted.
+    """
     tag = origin.hex()
     listed = link.names()
     known = {name for name, owner in listed.items() if owner == tag}
@@ -32,12 +47,17 @@ def replay(journal: StagingStore, origin: bytes, link: QueueLink) -> tuple[int, 
         missing = [key for name, key in names.items() if name not in known]
         known -= names.keys()
         for at in range(0, len(missing), ROWS_PER_BATCH):
-            published += _publish(
-                journal, origin, link, partition, missing[at : at + ROWS_PER_BATCH], listed
-            )
+            batch = missing[at : at + ROWS_PER_BATCH]
+            published += _publish(journal, origin, link, partition, batch, listed)
+    known.update(name for name in litter if listed.get(name) == "")
     strays = [name for name in known if not _is_wanted(journal, name)]
     for at in range(0, len(strays), ROWS_PER_BATCH):
-        link.clear(strays[at : at + ROWS_PER_BATCH])
+        batch = strays[at : at + ROWS_PER_BATCH]
+        link.clear(batch)
+        for name in batch:
+            # A put may have come meanwhile and counted on what was just cleared.
+            if _is_wanted(journal, name):
+                _publish_again(journal, origin, link, name)
     return published, len(strays)
 
 
@@ -49,27 +69,33 @@ def _publish(
     keys: list[str],
     listed: dict[str, str],
 ) -> int:
-    tag = origin.hex()
-    rows: list[tuple[str, bytearray, str]] = []
+    entries: list[Entry] = []
     for key in keys:
         try:
             (row,) = journal.get(partition, [key])
             for sha in attachment_hashes(row):
                 name = blob_name(sha)
-                if name not in listed:
-                    link.put([(name, wrap(name, origin, sha, journal.get_blob(sha)), tag)])
-                    listed[name] = tag
+                if not listed.get(name):
+                    link.put([blob_entry(origin, sha, journal.get_blob(sha))])
+                    listed[name] = origin.hex()
         except MissingRowError:
             continue  # removed meanwhile
         except CorruptRowError as exc:
             logger.error("the journal has a damaged row, which is not published: %s", exc)
             continue
-        message = encode_message(row)
-        name = row_name(partition, key)
-        binding = row_binding(partition, key, message_digest(message))
-        rows.append((name, wrap(name, origin, binding, message), tag))
-    link.put(rows)
-    return len(rows)
+        entries.append(row_entry(origin, partition, key, pack_row(partition, key, row), row))
+    link.put(entries)
+    return len(entries)
+
+
+def _publish_again(journal: StagingStore, origin: bytes, link: QueueLink, name: str) -> None:
+    place = parse_row_name(name)
+    if place is not None:
+        _publish(journal, origin, link, place[0], [place[1]], {})
+        return
+    with contextlib.suppress(MissingRowError, CorruptRowError):
+        sha = blob_hash(name)
+        link.put([blob_entry(origin, sha, journal.get_blob(sha))])
 
 
 def attachment_hashes(row: pa.RecordBatch) -> list[bytes]:
@@ -84,7 +110,7 @@ def _is_wanted(journal: StagingStore, name: str) -> bool:
     place = parse_row_name(name)
     try:
         if place is None:
-            journal.get_blob(bytes.fromhex(name.partition(":")[2]))
+            journal.get_blob(blob_hash(name))
         else:
             journal.get(place[0], [place[1]])
     except MissingRowError:

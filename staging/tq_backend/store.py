@@ -30,6 +30,7 @@ from tokenplane.staging.row_packing import (
     pack_row,
     unpack_row,
 )
+from tokenplane.staging.row_split import covers, read_token_columns
 from tokenplane.staging.store import StagingStore
 from tokenplane.staging.store_types import (
     Blob,
@@ -41,7 +42,7 @@ from tokenplane.staging.store_types import (
     StoreStats,
     SweepReport,
 )
-from tokenplane.staging.tq_backend.payload import Payload, blob_name, row_name, unwrap
+from tokenplane.staging.tq_backend.payload import Payload, blob_name, row_entry, row_name, unwrap
 from tokenplane.staging.tq_backend.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -88,10 +89,23 @@ class TransferQueueStore:
     def put(
         self, partition: str, key: str, row: pa.RecordBatch, *, blobs: Sequence[Blob] = ()
     ) -> bool:
-        """See ``StagingStore.put``. Journal first; while the queue fails, the journal alone."""
+        """See ``StagingStore.put``. Journal first; while the queue fails, the journal alone.
+
+        The queue gets the blobs while the journal writes them, and lets nobody read them before
+        the journal has the row.
+        """
         self._check_open()
-        wrote = self._journal.put(partition, key, row, blobs=blobs)
-        self._publisher.put(partition, key, pack_row(partition, key, row), blobs)
+        check_name(partition, "partition")
+        publication = self._publisher.begin(partition, check_name(key, "key"), blobs)
+        try:
+            # While the places are got and the blobs sent.
+            packed = pack_row(partition, key, row)
+            entry = row_entry(self._origin, partition, key, packed, row)
+            wrote = self._journal.put(partition, key, row, blobs=blobs)
+        except BaseException:
+            self._publisher.abandon(publication)
+            raise
+        self._publisher.finish(publication, entry)
         return wrote
 
     def get(
@@ -119,15 +133,25 @@ class TransferQueueStore:
         self, partition: str, keys: Sequence[str], columns: Sequence[str] | None
     ) -> dict[str, pa.RecordBatch]:
         names = {row_name(partition, key): key for key in keys}
-        rows = {}
-        for payload in self._fetch(list(names)):
+        rows: dict[str, pa.RecordBatch] = {}
+        left = list(names)
+        if columns is not None and covers(columns):
+            parts = {
+                names[payload.name]: payload.tokens
+                for payload in self._fetch(left, bodies=False)
+                if payload.tokens is not None
+            }
+            found = read_token_columns(partition, list(parts), list(parts.values()), columns)
+            rows = dict(zip(parts, found, strict=True))
+            left = [name for name in left if names[name] not in rows]
+        for payload in self._fetch(left) if left else ():
             key = names[payload.name]
             rows[key] = unpack_row(
-                payload.content, partition, key, columns, binding=payload.binding
+                payload.content(key), partition, key, columns, binding=payload.binding
             )
         return rows
 
-    def _fetch(self, names: list[str]) -> list[Payload]:
+    def _fetch(self, names: list[str], *, bodies: bool = True) -> list[Payload]:
         """What other journals have under these names.
 
         Raises:
@@ -143,7 +167,7 @@ class TransferQueueStore:
                     got=self._publisher.error,
                 )
             try:
-                payloads = [unwrap(buffer) for buffer in link.get(names)]
+                payloads = [unwrap(*pair) for pair in link.get(names, bodies=bodies)]
                 strange = {payload.name for payload in payloads} - set(names)
                 if strange:
                     raise CorruptRowError("the queue gave another row", got=sorted(strange)[:4])
@@ -166,7 +190,7 @@ class TransferQueueStore:
             return self._journal.get_blob(sha256)
         except MissingRowError:
             for payload in self._fetch([blob_name(sha256)]):
-                return check_blob(bytes(payload.content), sha256)
+                return check_blob(payload.content(sha256.hex()), sha256)
             raise
 
     def discard(self, partition: str, keys: Sequence[str]) -> int:

@@ -30,7 +30,7 @@ from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store_types import RetentionPolicy, to_blob
 from tokenplane.staging.token_sink import TokenSink
 from tokenplane.staging.token_source import TokenSource
-from tokenplane.staging.tq_backend.payload import row_name, unwrap, wrap
+from tokenplane.staging.tq_backend.payload import Entry, row_name
 from tokenplane.staging.tq_backend.store import TransferQueueStore
 
 if TYPE_CHECKING:
@@ -108,24 +108,51 @@ def test_another_rows_data_is_never_served(
     pair: tuple[TransferQueueStore, TransferQueueStore],
 ) -> None:
     here, there = pair
-    here.put("p", "k", plain_row(1))
-    here.put("p", "l", plain_row(2))
+    rows = [plain_row(1), plain_row(2)]
+    staged = [staged_row("r", name, prompt=range(300)) for name in "ab"]
+    for key, row in zip("kl", rows, strict=True):
+        here.put("p", key, row)
+    for record in staged:
+        here.put("staged", record.staging_key, record.to_batch())
     link = here._publisher.link
     assert link is not None
-    name, other = row_name("p", "k"), row_name("p", "l")
-    (mine,) = link.get([name])
-    (theirs,) = link.get([other])
-    flipped = bytearray(mine)
-    flipped[-100] ^= 1
-    payload = unwrap(theirs)
-    disguised = wrap(name, payload.origin, payload.binding, payload.content)
-    for damaged in (bytearray(theirs), flipped, disguised, bytearray(mine[:-9]), bytearray(b"x")):
-        link.put([(name, damaged, "")])
-        with pytest.raises(CorruptRowError):
-            there.get("p", ["k"])
-        assert same_bits(here.get("p", ["k"])[0], plain_row(1))
-    link.put([(name, bytearray(mine), "")])
-    assert same_bits(there.get("p", ["k"])[0], plain_row(1))
+    own = here._origin
+    for partition, (key, other), row in (
+        ("p", ("k", "l"), rows[0]),
+        ("staged", [record.staging_key for record in staged], staged[0].to_batch()),
+    ):
+        name = row_name(partition, key)
+        ((head, body),) = link.get([name])
+        ((strange, foreign),) = link.get([row_name(partition, other)])
+        title, flipped = len(name), bytearray(body)
+        flipped[-100] ^= 1
+        disguised = head[:80] + name.encode() + strange[80 + title :]
+        damaged = [
+            (strange, foreign),
+            (head, foreign),
+            (head, bytes(flipped)),
+            (disguised, foreign),
+            (head, body[:-9]),
+            (b"x", body),
+            (head[:82], body),
+        ]
+        for pair_ in damaged:
+            link.put([Entry(name, own, *pair_)])
+            with pytest.raises(CorruptRowError):
+                there.get(partition, [key])
+            assert same_bits(here.get(partition, [key])[0], row)
+        if partition == "staged":
+            link.put([Entry(name, own, head, b"x")])  # a prefix is resolved from heads alone
+            (found,) = there.get(partition, [key], TOKEN_COLUMNS)
+            assert same_bits(found, row.select(TOKEN_COLUMNS))
+            for at in range(100 + title, len(head), 31):
+                hurt = bytearray(head)
+                hurt[at] ^= 1
+                link.put([Entry(name, own, bytes(hurt), body)])
+                with pytest.raises(CorruptRowError):
+                    there.get(partition, [key], TOKEN_COLUMNS)
+        link.put([Entry(name, own, head, body)])
+        assert same_bits(there.get(partition, [key])[0], row)
 
 
 def test_a_reopened_journal_is_published_again(ray_address: str, tmp_path: Path) -> None:

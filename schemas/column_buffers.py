@@ -41,7 +41,7 @@ class Body:
     """Length and number of nulls, in turn."""
     sizes: list[int] = field(default_factory=list)
     """Bytes of each buffer, without its padding."""
-    parts: list[bytes] = field(default_factory=list)
+    parts: list[bytes | memoryview] = field(default_factory=list)
 
     def add(self, data: bytes) -> None:
         self.sizes.append(len(data))

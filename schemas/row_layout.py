@@ -130,7 +130,7 @@ def _make_layout(schema: pa.Schema) -> _Layout | None:
         places[item.name] = place
         nodes += null.nodes
         sizes += null.sizes
-        columns += null.parts
+        columns.append(b"".join(null.parts))
     metadata, _ = _split(pa.RecordBatch.from_arrays(nulls, schema=schema))
     return _Layout(places, nodes, sizes, columns, metadata, *_find(metadata))
 

@@ -92,15 +92,23 @@ def rebuild(row: TrainingRow, rollout: RolloutView) -> TrainingRow:
     if not row.call_spans:
         return placeholder(outcome, row.reason or "")
     by_key = {call.row.staging_key: call.row for call in rollout.calls}
+    wanted = [span.staging_key for span in row.call_spans]
+    unproven = {problem.key for problem in rollout.problems}
+    removed = [key for key in wanted if key not in by_key and key not in unproven]
+    if removed:
+        raise InvalidRecordError(
+            f"{len(removed)} of its {len(wanted)} staged rows were removed, so that it cannot be "
+            "made again: retention or a clean-up took a part of the rollout",
+            code="staged_rows_removed",
+            key=removed[0],
+        )
     chain: list[StagedRow] = []
-    for span in row.call_spans:
-        if span.staging_key not in by_key:
+    for key in wanted:
+        if key not in by_key:
             raise InvalidRecordError(
-                "a staged row of the chain is not there, or is not proven",
-                code="missing_staged_row",
-                key=span.staging_key,
+                "a staged row of the chain is not proven", code="missing_staged_row", key=key
             )
-        chain.append(by_key[span.staging_key])
+        chain.append(by_key[key])
     receipt = RolloutReceipt(
         rollout_id=row.rollout_id,
         reward=row.reward,

@@ -70,6 +70,9 @@ class RolloutView:
     """The published rows, as published."""
     problems: tuple[Problem, ...]
     """What does not verify; such calls are not among ``calls``."""
+    leftovers: tuple[str, ...] = ()
+    """Staged rows that continue calls whose rows were removed after they were published (a branch
+    that came to nothing): nothing is lost, and nothing can be proven of them any more."""
 
     @property
     def verified(self) -> bool:
@@ -140,6 +143,17 @@ def load_rollout(store: StagingStore, rollout_id: str, keys: RolloutKeys) -> Rol
         StoreError: the store itself cannot be read.
     """
     problems = list(keys.unreadable)
+    training = tuple(
+        _parsed(store, TRAINING_PARTITION, keys.training, parse_training_row, problems)
+    )
+    there = {*keys.staged, *(problem.key for problem in keys.unreadable)}
+    cleaned = {
+        span.model_call_id
+        for row in training
+        if not any(span.staging_key in there for span in row.call_spans)
+        for span in row.call_spans
+    }
+    leftovers: list[str] = []
     rows = _parsed(store, STAGED_PARTITION, keys.staged, parse_staged_row, problems)
     calls: list[CallView] = []
     by_call: dict[str, list[CallView]] = defaultdict(list)
@@ -148,6 +162,10 @@ def load_rollout(store: StagingStore, rollout_id: str, keys: RolloutKeys) -> Rol
             check_row(row, store)
             view = _linked(row, by_call)
         except TokenplaneError as error:
+            if error.code == "missing_parent" and row.call.parent_call_id in cleaned:
+                cleaned.add(row.call.model_call_id)
+                leftovers.append(row.staging_key)
+                continue
             problems.append(Problem(STAGED_PARTITION, row.staging_key, error.code, str(error)))
             continue
         calls.append(view)
@@ -156,8 +174,9 @@ def load_rollout(store: StagingStore, rollout_id: str, keys: RolloutKeys) -> Rol
         rollout_id,
         tuple(calls),
         tuple(_parsed(store, FAILURE_PARTITION, keys.failures, _failure, problems)),
-        tuple(_parsed(store, TRAINING_PARTITION, keys.training, parse_training_row, problems)),
+        training,
         tuple(problems),
+        tuple(leftovers),
     )
 
 
@@ -197,7 +216,7 @@ def _linked(row: StagedRow, by_call: dict[str, list[CallView]]) -> CallView:
     ]
     if not candidates:
         raise TokenplaneError(
-            "the parent is not there, or is not proven itself",
+            "the parent was removed from the store, or is not proven itself",
             code="missing_parent",
             key=named or parent_id,
         )

@@ -34,6 +34,8 @@ class VerifyReport:
     """Published rows that were checked, good and bad."""
     cleaned: int = 0
     """Published rows whose staged rows were removed, so that only their own hash was checked."""
+    leftovers: int = 0
+    """Staged rows, left behind when the calls that they continue were published and removed."""
     failures: int = 0
     """Failure rows: calls that were served and not staged. No defect of the store."""
     problems: list[Problem] = field(default_factory=list)
@@ -112,6 +114,7 @@ def verify(
         if partition != "rows":
             bad = sum(problem.partition == "staged" for problem in view.problems)
             report.staged += len(view.calls) + bad
+            report.leftovers += len(view.leftovers)
         if partition != "staged":
             unread = sum(problem.partition == "rows" for problem in view.problems)
             report.published += len(view.training) + unread
@@ -147,6 +150,8 @@ def _print_report(report: VerifyReport) -> None:
     )
     if report.cleaned:
         print(f"{report.cleaned} published rows: staged rows removed, own hash checked only")
+    if report.leftovers:
+        print(f"{report.leftovers} staged rows left over: their parents were published, removed")
     if report.failures:
         print(f"{report.failures} calls were served without capture (see `tokenplane audit`)")
     for problem in report.problems:

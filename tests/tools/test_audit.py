@@ -103,7 +103,7 @@ def test_a_bad_row_turns_the_status(story: Story, capsys: Capture) -> None:
     story.store.discard("staged", [story.key("alpha", 0)])
     found = by_id(audited(capsys, story.url, status=1))
     assert not found["alpha"]["verified"]
-    assert found["alpha"]["problems"] == {"missing_parent": 2, "missing_staged_row": 1}
+    assert found["alpha"]["problems"] == {"missing_parent": 2, "staged_rows_removed": 1}
     assert found["beta"]["verified"]
     assert main(["audit", story.url]) == 1
     assert "does not verify (`tokenplane verify` names the rows): alpha: 2 x missing_parent" in (

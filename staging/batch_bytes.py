@@ -14,8 +14,6 @@ from typing import Final
 
 import pyarrow as pa
 
-_PAIR: Final = struct.Struct("<qq")
-_OFFSETS: Final = struct.Struct("<2i")
 _U16: Final = struct.Struct("<H")
 _I32: Final = struct.Struct("<i")
 _U32: Final = struct.Struct("<I")
@@ -100,32 +98,32 @@ def _parts(kind: pa.DataType) -> tuple[int, int]:
     raise TypeError(f"unknown layout: {kind}")
 
 
-def buffer_at(message: Buffer, places: BatchPlaces, number: int) -> tuple[int, int]:
-    """(position, bytes) of a buffer."""
-    start, size = _PAIR.unpack_from(message, places.buffers + 16 * number)
-    return places.body + start, size
+class BatchReader:
+    """Finds columns in batch messages of one schema. Thread-safe.
 
-
-def items_at(
-    message: Buffer, places: BatchPlaces, column: ColumnPlace, values: int, width: int
-) -> tuple[int, int]:
-    """(position, bytes) of the first row's items in a column of lists or strings.
-
-    The values may be those of other rows too, if the batch was cut out of a longer one.
-
-    Args:
-        values: their buffer, counted from the column's first.
-        width: bytes of an item.
+    Where the metadata has what depends on the schema (and on who writes) alone, so it is looked for
+    in one message and then known.
     """
-    offsets, _ = buffer_at(message, places, column.buffer + 1)
-    start, end = _OFFSETS.unpack_from(message, offsets)
-    at, _ = buffer_at(message, places, column.buffer + values)
-    return at + start * width, (end - start) * width
 
+    def __init__(self, schema: pa.Schema) -> None:
+        sample = pa.RecordBatch.from_arrays([pa.nulls(1, f.type) for f in schema], schema=schema)
+        message = sample.serialize().to_pybytes()
+        self._places = find_batch(message, 0)
+        kinds = [_parts(field.type) for field in schema]
+        self._nodes = struct.Struct(f"<{2 * sum(nodes for nodes, _ in kinds)}q")
+        self._buffers = struct.Struct(f"<{2 * sum(count for _, count in kinds)}q")
 
-def has_nulls(message: Buffer, places: BatchPlaces, number: int) -> bool:
-    """Whether the array of this node has a null."""
-    return bool(_PAIR.unpack_from(message, places.nodes + 16 * number)[1])
+    def read(self, message: Buffer, at: int) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+        """(nodes, buffers, position of the body) of the batch message at ``at``.
+
+        Nodes are pairs of length and null count, buffers of offset and bytes. None for a message
+        whose metadata looks another way.
+        """
+        places = self._places
+        if 8 + _U32.unpack_from(message, at + 4)[0] != places.body:
+            return None
+        nodes = self._nodes.unpack_from(message, at + places.nodes)
+        return nodes, self._buffers.unpack_from(message, at + places.buffers), at + places.body
 
 
 class BatchWriter:

@@ -23,6 +23,7 @@ import struct
 from collections.abc import Buffer, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, Final
 
 import pyarrow as pa
@@ -31,14 +32,7 @@ from tokenplane.schemas.columns import SCHEMA_FINGERPRINT_KEY
 from tokenplane.schemas.errors import CorruptRowError
 from tokenplane.schemas.row_message import HEADER_BYTES
 from tokenplane.schemas.staged_row import STAGED_ROW_SCHEMA, TOKEN_COLUMNS
-from tokenplane.staging.batch_bytes import (
-    BatchWriter,
-    buffer_at,
-    column_places,
-    find_batch,
-    has_nulls,
-    items_at,
-)
+from tokenplane.staging.batch_bytes import BatchReader, BatchWriter, column_places
 
 MAGIC: Final = b"TKPLTOK2"
 MOST_TOKENS: Final = 2**31 - 1
@@ -49,6 +43,7 @@ _IDS, _MASK, _START, _SIZE, _WHOLE, _NAME = range(4, 10)
 """Places among the fixed fields."""
 _ROLLOUT_AT: Final = _PREFIX.size + _FIXED.size
 _U32: Final = struct.Struct("<I")
+_OFFSETS: Final = struct.Struct("<2i")
 _I64: Final = struct.Struct("<q")
 _TOKEN_SET: Final = frozenset(TOKEN_COLUMNS)
 _TOKEN_LIST: Final = list(TOKEN_COLUMNS)
@@ -56,10 +51,23 @@ _FINGERPRINT: Final = STAGED_ROW_SCHEMA.metadata[SCHEMA_FINGERPRINT_KEY]
 _TOKEN_SCHEMA: Final = pa.schema(
     [STAGED_ROW_SCHEMA.field(name) for name in TOKEN_COLUMNS], metadata=STAGED_ROW_SCHEMA.metadata
 )
-_PLACES: Final = [
-    column_places(STAGED_ROW_SCHEMA)[STAGED_ROW_SCHEMA.get_field_index(name)]
-    for name in TOKEN_COLUMNS
-]
+_PLACES: Final = dict(zip(STAGED_ROW_SCHEMA.names, column_places(STAGED_ROW_SCHEMA), strict=True))
+_NULLS: Final = itemgetter(*(2 * _PLACES[name].node + 1 for name in TOKEN_COLUMNS))
+"""The columns' null counts among the nodes."""
+_STARTS: Final = itemgetter(
+    *(
+        2 * (_PLACES[name].buffer + at)
+        for name, at in (
+            *(("rollout_id", 1), ("rollout_id", 2)),
+            *((name, 1) for name in ("prev_len", "delta_len", "cum_len")),
+            *(("token_ids_delta", 1), ("token_ids_delta", 3)),
+            *(("token_mask_delta", 1), ("token_mask_delta", 3)),
+            ("chain_hash", 1),
+        )
+    )
+)
+"""Where those of the columns' buffers start that are wanted, among the buffers."""
+_READER: Final = BatchReader(STAGED_ROW_SCHEMA)
 _WRITER: Final = BatchWriter(_TOKEN_SCHEMA)
 
 
@@ -84,37 +92,39 @@ def token_part(message: bytes, row: pa.RecordBatch, partition: str, key: str) ->
     if (row.schema.metadata or {}).get(SCHEMA_FINGERPRINT_KEY) != _FINGERPRINT:
         return None
     # Schema and batch are the payload's two messages; one without a body is its metadata.
-    batch = HEADER_BYTES + 8 + _U32.unpack_from(message, HEADER_BYTES + 4)[0]
-    places = find_batch(message, batch)
-    if len(message) >= 2**32 or any(has_nulls(message, places, at.node) for at in _PLACES):
+    found = _READER.read(message, HEADER_BYTES + 8 + _U32.unpack_from(message, HEADER_BYTES + 4)[0])
+    if found is None or len(message) >= 2**32:
         return None
-    _, rollout, prev_len, delta_len, cum_len, ids, mask, chain_hash = _PLACES
-    name_at, name_bytes = items_at(message, places, rollout, 2, 1)
-    numbers = [
-        _I64.unpack_from(message, buffer_at(message, places, at.buffer + 1)[0])[0]
-        for at in (prev_len, delta_len, cum_len)
-    ]
-    hash_at, _ = buffer_at(message, places, chain_hash.buffer + 1)
-    ids_at, ids_bytes = items_at(message, places, ids, 3, 4)
-    mask_at, mask_bytes = items_at(message, places, mask, 3, 1)
-    size = mask_at + mask_bytes - ids_at
+    nodes, buffers, body = found
+    if any(_NULLS(nodes)):
+        return None
+    at = [body + start for start in _STARTS(buffers)]
+    name_offsets, names, *small, ids_offsets, ids, mask_offsets, mask, chain_hash = at
+    numbers = [_I64.unpack_from(message, place)[0] for place in small]
+    # A buffer may have the items of other rows too, if the batch was cut out of a longer one.
+    (name_at, name_end), (ids_at, ids_end), (mask_at, mask_end) = (
+        _OFFSETS.unpack_from(message, place) for place in (name_offsets, ids_offsets, mask_offsets)
+    )
+    name = message[names + name_at : names + name_end]
+    ids_bytes, mask_bytes = 4 * (ids_end - ids_at), mask_end - mask_at
+    start = ids + 4 * ids_at
+    size = mask + mask_end - start
     if size < ids_bytes + mask_bytes:
         return None
-    name = message[name_at : name_at + name_bytes]
     fixed = _FIXED.pack(
         *numbers,
-        message[hash_at : hash_at + 32],
+        message[chain_hash : chain_hash + 32],
         ids_bytes // 4,
         mask_bytes,
-        ids_at,
+        start,
         size,
         len(message),
         len(name),
     )
     rest = fixed + name + bytes(-(_ROLLOUT_AT + len(name)) % 16)
     digest = hashlib.sha256(b"".join((_start(partition), key.encode(), b"\0", rest)))
-    digest.update(memoryview(message)[ids_at : ids_at + size])
-    return TokenPart(_PREFIX.pack(MAGIC, digest.digest()) + rest, ids_at, size)
+    digest.update(memoryview(message)[start : start + size])
+    return TokenPart(_PREFIX.pack(MAGIC, digest.digest()) + rest, start, size)
 
 
 def cut_message(message: bytes, part: TokenPart) -> tuple[bytes, bytes]:

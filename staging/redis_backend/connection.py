@@ -188,14 +188,18 @@ def _one(connection: Any, parts: Sequence[bytes | str | int]) -> Any:
     return connection.read_response(disable_decoding=True)
 
 
+_LENGTHS: Final = [b"$%d\r\n" % length for length in range(256)]
+
+
 def _packed(parts: Sequence[bytes | str | int]) -> list[bytes]:
     """The command as the protocol has it. A row is one write: the server wakes once for it."""
     pieces = [b"*%d\r\n" % len(parts)]
     size = 0
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()
-        pieces += (b"$%d\r\n" % len(data), data, b"\r\n")
-        size += len(data)
+        length = len(data)
+        pieces += (_LENGTHS[length] if length < 256 else b"$%d\r\n" % length, data, b"\r\n")
+        size += length
     return pieces if size > ONE_SEND_BYTES else [b"".join(pieces)]
 
 

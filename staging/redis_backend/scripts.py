@@ -176,7 +176,7 @@ PUT = script(
     """
 -- KEYS: the total, the row, N:o:P, N:l:P, N:p:P
 -- ARGV: partition, key, label, row, bytes, budget, then sha, bytes, content of each blob ('' where
---       it was uploaded, or is thought to be there)
+--       it was uploaded, or is thought to be there). Gives 1, or what happened and some context.
 -- As a rule this is all, and much cheaper than all that could be.
 if ARGV[6] == '' and #ARGV == 6 then
   local held = redis.call('HMGET', KEYS[5], 'label', 'sealed')
@@ -184,7 +184,7 @@ if ARGV[6] == '' and #ARGV == 6 then
     redis.call('ZADD', KEYS[3], redis.call('HINCRBY', KEYS[1], 'seq', 1), ARGV[2])
     redis.call('ZADD', KEYS[4], 0, ARGV[2])
     redis.call('HINCRBY', KEYS[5], 'bytes', ARGV[5])
-    return {'new'}
+    return 1
   end
 end
 """

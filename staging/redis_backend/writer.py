@@ -107,7 +107,8 @@ class RedisWriter:
         deadline = time.monotonic() + self._full_wait_s
         wait = FIRST_POLL_S
         while True:
-            verdict: list[bytes] = self._connection.script(PUT, names, *args)
+            reply = self._connection.script(PUT, names, *args)
+            verdict: list[bytes] = [b"new"] if reply == 1 else reply
             if verdict[0] != b"full":
                 return verdict
             need, used = (int(value) for value in verdict[1:])

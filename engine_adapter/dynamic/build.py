@@ -17,6 +17,13 @@ from tokenplane.engine_adapter.models.megatron_process import quiet_imports
 from tokenplane.engine_adapter.sampling_stops import Detokenize
 from tokenplane.schemas.errors import ConfigError
 
+_PARALLEL = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "context_parallel_size",
+)
+
 
 class IdTokenizer:
     """What Megatron calls its tokenizer, for an engine that is given ids and asked for ids.
@@ -68,8 +75,13 @@ def core_builder(
     """A function that builds the engine; call it on the engine thread, in its event loop.
 
     ``info`` is the effective one; ``extra`` goes into Megatron's ``InferenceConfig``.
+
+    Raises: ConfigError for a model that is split over ranks: commands reach this process only.
     """
     config: Any = model.config
+    for name in _PARALLEL:
+        if getattr(config, name, 1) != 1:
+            raise ConfigError("the model is split over ranks", key=name, expected=1)
     megatron_config = inference_config(settings, info, config, extra)
 
     def build() -> HookedEngine:

@@ -8,10 +8,12 @@ the loop's thread, which Megatron's client demands.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import torch
 
+from tokenplane.engine_adapter.dynamic.coordinator_liveness import CoordinatorLiveness
 from tokenplane.engine_adapter.dynamic.coordinator_process import CoordinatorProcess
 from tokenplane.engine_adapter.dynamic.loop import BuildCore, DynamicLoop
 from tokenplane.engine_adapter.dynamic.records import (
@@ -20,13 +22,20 @@ from tokenplane.engine_adapter.dynamic.records import (
     megatron_sampling,
 )
 from tokenplane.engine_adapter.dynamic.request import DynamicRequest, make_result, parse_wire
+from tokenplane.engine_adapter.dynamic.settings import DynamicSettings
 from tokenplane.engine_adapter.engine import EngineState
 from tokenplane.engine_adapter.engine_thread import Outcome
 from tokenplane.engine_adapter.models.megatron_process import quiet_imports
-from tokenplane.schemas.errors import EngineDeadError, EngineError, RequestCancelledError
+from tokenplane.schemas.errors import (
+    DeadlineError,
+    EngineDeadError,
+    EngineError,
+    RequestCancelledError,
+)
 
 with quiet_imports():
     import numpy as np
+    import zmq
     from megatron.core.inference.engines.dynamic_engine import EngineState as MegatronState
     from megatron.core.inference.inference_client import InferenceClient
 
@@ -47,12 +56,13 @@ class CoordinatedLoop(DynamicLoop):
         self,
         build: BuildCore,
         device: torch.device,
-        start_timeout_s: float,
+        settings: DynamicSettings,
         coordinator: CoordinatorProcess | None = None,
     ) -> None:
         """``coordinator``: one that runs already and has no engine; it is not ended here."""
         super().__init__(build, device)
-        self._timeout_s = start_timeout_s
+        self._timeout_s = settings.start_timeout_s
+        self._liveness = CoordinatorLiveness(settings.coordinator_timeout_s)
         self._given = coordinator
         self.coordinator: CoordinatorProcess | None = coordinator
         self._client: Any = None
@@ -64,30 +74,58 @@ class CoordinatedLoop(DynamicLoop):
     async def serve(self) -> None:
         """Start coordinator, engine loop and client; run until closed, or until one of them ends.
 
-        Raises: EngineDeadError if one ended by itself; what its failure was.
+        Raises: EngineDeadError if one ended by itself, or the coordinator no longer forwards
+        messages; DeadlineError if it does not from the start; what its failure was.
         """
         core, loop = self.core, asyncio.get_running_loop()
         process = self.coordinator = self._given or self._open_coordinator()
         address = await asyncio.to_thread(process.address, self._timeout_s)
         core.before_step = self.between_steps
-        await core.start_listening_to_data_parallel_coordinator(
-            inference_coordinator_port=int(address.rsplit(":", 1)[1]),
-            launch_inference_coordinator=False,
-            hostname=_HOST,
-            loop=loop,
-        )
-        engine_task = core.engine_loop_task
-        self._client = InferenceClient(address)
-        self._client.socket.setsockopt(_rcvtimeo(), int(self._timeout_s * 1000))
-        self._client.start(loop)
+        engine_task: asyncio.Task[None] | None = None
         try:
-            await self._registered(engine_task)
+            await core.start_listening_to_data_parallel_coordinator(
+                inference_coordinator_port=int(address.rsplit(":", 1)[1]),
+                launch_inference_coordinator=False,
+                hostname=_HOST,
+                loop=loop,
+            )
+            engine_task = core.engine_loop_task
+            self._client = InferenceClient(address)
+            await self._connect(process, loop)
+            await self._registered(process, engine_task)
             self.ready()
             await self._watch(process, engine_task)
         finally:
-            self._client.stop()
-            engine_task.cancel()
-            await asyncio.gather(engine_task, return_exceptions=True)
+            if self._client is not None:
+                self._client.stop()
+            if engine_task is not None:
+                engine_task.cancel()
+                await asyncio.gather(engine_task, return_exceptions=True)
+            # Megatron's loop does this itself, unless it was cancelled before its first turn.
+            await core.shutdown()
+
+    async def _connect(self, process: CoordinatorProcess, loop: asyncio.AbstractEventLoop) -> None:
+        """Megatron's handshake blocks; in short pieces, so that a dead process is seen. A piece
+        sends its greeting again, which the coordinator ignores."""
+        self._client.socket.setsockopt(zmq.RCVTIMEO, int(_POLL_S * 1000))
+        ends = time.monotonic() + self._timeout_s
+        while True:
+            self._require_alive(process)
+            try:
+                self._client.start(loop)
+                return
+            except zmq.Again as error:
+                if time.monotonic() > ends:
+                    raise DeadlineError(
+                        "the coordinator did not answer", expected=f"within {self._timeout_s} s"
+                    ) from error
+            await asyncio.sleep(0)
+
+    def give_up(self) -> None:
+        """See ``DynamicLoop.give_up``; the coordinator's process, if it is ours, ends at once."""
+        super().give_up()
+        if self.coordinator is not None and self.coordinator is not self._given:
+            self.coordinator.kill()
 
     async def release(self) -> None:
         """Free the device and end the coordinator if it is ours."""
@@ -106,14 +144,23 @@ class CoordinatedLoop(DynamicLoop):
             alpha=float(context.prefix_caching_routing_alpha),
         )
 
-    async def _registered(self, engine_task: asyncio.Task[None]) -> None:
+    async def _registered(
+        self, process: CoordinatorProcess, engine_task: asyncio.Task[None]
+    ) -> None:
         """Wait until the coordinator knows this engine: a request before that would end it.
 
         An epoch of None reaches every registered engine and changes nothing.
         """
+        ends = time.monotonic() + self._timeout_s
         while not self.core.received_messages:
             if engine_task.done():
                 await engine_task
+            self._require_alive(process)
+            if time.monotonic() > ends:
+                raise DeadlineError(
+                    "the coordinator did not register the engine",
+                    expected=f"within {self._timeout_s} s",
+                )
             self._client.set_generation_epoch(None)
             await asyncio.sleep(_POLL_S)
 
@@ -128,9 +175,20 @@ class CoordinatedLoop(DynamicLoop):
             for task in done:
                 task.result()
                 raise EngineDeadError("a part of the engine loop ended by itself")
-            status = process.poll()
-            if status is not None:
-                raise EngineDeadError("the coordinator process has ended", got=status)
+            if not self.closed:
+                self._require_alive(process)
+                self._liveness.check(
+                    heard=self.core.received_messages,
+                    turns=self.core.turns,
+                    waiting=bool(self._sent),
+                    ask=lambda: self._client.set_generation_epoch(None),
+                )
+
+    @staticmethod
+    def _require_alive(process: CoordinatorProcess) -> None:
+        status = process.poll()
+        if status is not None:
+            raise EngineDeadError("the coordinator process has ended", got=status)
 
     def enter(self, state: EngineState) -> None:
         """See ``EngineThread.enter``; Megatron's loop follows."""
@@ -191,9 +249,3 @@ def _parse_reply(
         )
     except EngineError as error:
         return error
-
-
-def _rcvtimeo() -> int:
-    import zmq
-
-    return int(zmq.RCVTIMEO)

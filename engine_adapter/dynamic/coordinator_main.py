@@ -41,6 +41,15 @@ class Report:
         sys.stdout.flush()
 
 
+class RoutingTokenizer(IdTokenizer):
+    """Of a text prompt the coordinator only wants hashes to route by: it has none. The engine
+    refuses the request; raising here would end the coordinator, and every other request with it."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """Always []."""
+        return []
+
+
 def main(argv: list[str]) -> int:
     """Run until told to stop, or until the parent has gone."""
     settings = json.loads(argv[0])
@@ -55,7 +64,7 @@ def main(argv: list[str]) -> int:
         report,
         report,
         settings["engines"],
-        IdTokenizer(settings["vocab_size"]),
+        RoutingTokenizer(settings["vocab_size"]),
         settings["max_requests"],
         None,
         block_size_tokens=settings["block_tokens"],

@@ -75,6 +75,10 @@ class CoordinatorProcess:
             self._address = str(address)
         return self._address
 
+    def kill(self) -> None:
+        """End the process at once; ``close`` releases the rest."""
+        self._process.kill()
+
     def close(self, timeout_s: float = 5.0) -> None:
         """End the process; idempotent."""
         for stream in (self._process.stdin, self._process.stdout):

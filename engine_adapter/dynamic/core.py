@@ -13,16 +13,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
-from tokenplane.engine_adapter.dynamic.hooks import CaptureHooks
+from tokenplane.engine_adapter.dynamic.admission import Admission
 from tokenplane.engine_adapter.dynamic.prefix import BlockEpochs, clear_prefix_cache
-from tokenplane.engine_adapter.dynamic.records import EVIDENCE, FAILURE, WIRE
-from tokenplane.engine_adapter.dynamic.request import DynamicRequest, parse_wire
+from tokenplane.engine_adapter.dynamic.records import EVIDENCE, FAILURE, MegatronSampling
+from tokenplane.engine_adapter.dynamic.request import DynamicRequest
 from tokenplane.engine_adapter.dynamic.sampling import RequestSampling, SampledRow
-from tokenplane.engine_adapter.engine import EngineInfo, SamplingParams
+from tokenplane.engine_adapter.engine import EngineInfo
 from tokenplane.engine_adapter.models.megatron_process import quiet_imports
-from tokenplane.engine_adapter.sampling import resolve_seed
 from tokenplane.engine_adapter.sampling_stops import Detokenize
 from tokenplane.schemas.errors import ContextOverflowError, EngineError
 
@@ -81,14 +78,13 @@ class HookedEngine(DynamicInferenceEngine):
         """Captures CUDA graphs if the model's configuration says so. Must run on the engine thread,
         inside its event loop, which the engine keeps."""
         self.info = info
-        self._detokenize = detokenize
+        self.admission = Admission(info, detokenize, self._tokenize)
+        self.hooks = self.admission.hooks
+        self.callbacks = self.admission.callbacks
         self.live: dict[int, DynamicRequest] = {}
         """By Megatron's request id."""
         self.version: int | None = None
-        self.hooks = CaptureHooks()
         self.on_finished: Finished = _nobody
-        self.callbacks: dict[str, Any] = {}
-        """``on_tokens`` by key, for requests that are on their way here."""
         self.generated_tokens = 0
         self.computed_tokens = 0
         self.evictions = 0
@@ -97,6 +93,8 @@ class HookedEngine(DynamicInferenceEngine):
         self.before_step: Callable[[], None] = _nothing
         """Called before each look for messages of the coordinator."""
         self.received_messages = 0
+        self.turns = 0
+        """Looks for messages of the coordinator."""
         super().__init__(controller=controller, context=context)
         controller.attach(self)
         self.block_epochs = BlockEpochs(context)
@@ -131,6 +129,7 @@ class HookedEngine(DynamicInferenceEngine):
     def schedule_requests(self) -> int:
         """Megatron's look for messages, at the top of its loop: our turn between two steps."""
         self.before_step()
+        self.turns += 1
         if self.state is MegatronState.STOPPING:
             return 0
         epoch = self._generation_epoch
@@ -143,75 +142,30 @@ class HookedEngine(DynamicInferenceEngine):
     # ---- admission
 
     def add_request(self, request_id: int, prompt: Any, sampling_params: Any = None) -> Any:
-        """Megatron's admission, with our request beside it. Also takes foreign requests, such as
-        those of Megatron's own frontends, whose parameters it translates."""
-        prompt, refusal = self.hooks.prepare(prompt, sampling_params)
-        ids = self._to_ids(prompt, sampling_params)
-        request = self._make(request_id, ids, sampling_params)
-        request.error = refusal
+        """Megatron's admission, with our request beside it. Never raises: see ``Admission``."""
+        if sampling_params is None:
+            sampling_params = MegatronSampling()
+        request = self.admission.request(request_id, prompt, sampling_params, self.version)
         self.live[request_id] = request
         sampling_params.termination_id = -1
         sampling_params.stop_words = None
         sampling_params.return_log_probs = sampling_params.skip_prompt_log_probs = True
         sampling_params.num_tokens_total = None
         sampling_params.num_tokens_to_generate = request.sampling.max_tokens
-        future = super().add_request(request_id, ids.tolist(), sampling_params)
+        future = super().add_request(request_id, request.prompt.tolist(), sampling_params)
         inner = self.requests[request_id].record[-1]
         inner.prompt = ""  # else Megatron decodes the prompt when it ends; text is ours to make
         if inner.status is Status.FAILED:
             request.error = request.error or ContextOverflowError(
-                "the engine has no room for this request", key=request.key, got=len(ids)
+                "the engine has no room for this request", key=request.key, got=len(request.prompt)
             )
             self._end(request_id, self.requests[request_id].record)
         elif request.over:
             self.withdraw(request_id)
         return future
 
-    def _to_ids(self, prompt: Any, sampling_params: Any) -> np.ndarray:
-        if isinstance(prompt, str):
-            prompt = self.controller.tokenize_prompt(
-                self.controller.tokenizer, prompt, getattr(sampling_params, "add_BOS", False)
-            )
-        values = prompt.cpu() if hasattr(prompt, "cpu") else prompt
-        ids = np.array(values, dtype=np.int32)
-        ids.flags.writeable = False
-        return ids
-
-    def _make(self, request_id: int, ids: np.ndarray, sampling_params: Any) -> DynamicRequest:
-        wire = getattr(sampling_params, WIRE, None)
-        if wire is not None:
-            key, sampling = parse_wire(wire)
-        else:
-            key = f"engine-{request_id}"
-            sampling = self._translate(len(ids), sampling_params)
-        return DynamicRequest(
-            key,
-            ids,
-            sampling,
-            self.info,
-            self._detokenize,
-            self.callbacks.pop(key, None),
-            self.version,
-        )
-
-    def _translate(self, prompt_length: int, given: Any) -> SamplingParams:
-        """Megatron's parameters in our spelling: its top-k 1 is greedy, top-p 0 off, -1 no end."""
-        room = self.info.max_sequence_length - prompt_length
-        wanted = given.num_tokens_to_generate
-        if given.num_tokens_total is not None:
-            wanted = given.num_tokens_total - prompt_length
-        ending = given.termination_id
-        return resolve_seed(
-            SamplingParams(
-                max_tokens=max(1, room if wanted is None else min(wanted, room)),
-                temperature=0.0 if given.top_k == 1 else float(given.temperature),
-                top_k=0 if given.top_k == 1 else int(given.top_k),
-                top_p=float(given.top_p) or 1.0,
-                stop_token_ids=() if ending is None or ending < 0 else (int(ending),),
-                stop_strings=tuple(given.stop_words or ()),
-                ignore_eos=ending is not None,
-            )
-        )
+    def _tokenize(self, text: str) -> Any:
+        return self.controller.tokenize_prompt(self.controller.tokenizer, text)
 
     # ---- scheduling, epochs
 
@@ -225,13 +179,20 @@ class HookedEngine(DynamicInferenceEngine):
             request = self.live.get(request_id)
             if request is not None and request_id not in still and not request.in_context:
                 inner = self.get_request(request_id)
-                request.started(self.block_epochs.pieces(inner, self.version))
+                reused = self._reused(request_id)
+                request.started(self.block_epochs.pieces(inner, reused, self.version))
+
+    def _reused(self, request_id: int) -> int:
+        """How many positions of a request that has just started come from the prefix cache."""
+        rows = self.context.request_ids[: self.context.total_request_count].tolist()
+        return int(self.context.request_kv_length_offsets[rows.index(request_id)])
 
     def set_version(self, version: int) -> None:
         """The weights are ``version`` from the next step on."""
         if version == self.version:
             return
-        self.version = self._generation_epoch = self.block_epochs.version = version
+        self.version = self._generation_epoch = version
+        self.block_epochs.set_version(version)
         partial = self.context.chunked_prefill_request_id
         for request_id, request in self.live.items():
             computed = None
@@ -240,7 +201,13 @@ class HookedEngine(DynamicInferenceEngine):
             request.change_version(version, computed)
 
     def clear_prefixes(self) -> int:
-        """Forget every cached prefix; how many blocks were forgotten."""
+        """Forget every cached prefix; how many blocks were forgotten.
+
+        A prefill under way registers no further block: its later ones build on forgotten ones.
+        """
+        partial = self.context.chunked_prefill_request_id
+        if partial in self.requests:
+            self.get_request(partial).precomputed_block_hashes = []
         return clear_prefix_cache(self.context)
 
     def suspend_kv(self, mode: str) -> None:
@@ -331,7 +298,9 @@ class HookedEngine(DynamicInferenceEngine):
         if request.error is not None:
             code = getattr(request.error, "code", EngineError.code)
             attributes[FAILURE] = [code, str(request.error)]
-        elif not request.cancelled:
+        if request.error is not None or request.cancelled:
+            self.hooks.forget(record)
+        else:
             attributes |= self.hooks.stage(request, record)
         record.requests[0].sampling_params.add_attributes(attributes)
         self.on_finished(request, record)

@@ -7,6 +7,7 @@ Megatron's coordinator and client, ``dynamic.core`` what is ours inside Megatron
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from tokenplane.engine_adapter.dynamic.loop import DynamicLoop
 from tokenplane.engine_adapter.dynamic.request import effective, to_wire
 from tokenplane.engine_adapter.dynamic.settings import DynamicSettings
 from tokenplane.engine_adapter.engine import (
+    CONTROL_TIMEOUT_S,
     EngineInfo,
     GenerationRequest,
     GenerationResult,
@@ -27,6 +29,7 @@ from tokenplane.engine_adapter.engine import (
 )
 from tokenplane.engine_adapter.engine_control import ControlledEngine
 from tokenplane.engine_adapter.sampling_stops import Detokenize
+from tokenplane.schemas.errors import DeadlineError
 
 EngineMode = Literal["direct", "coordinator"]
 
@@ -58,7 +61,7 @@ class MegatronDynamicEngine(ControlledEngine[DynamicLoop]):
         every request through its client. ``megatron_extra``: further fields of Megatron's
         ``InferenceConfig``.
 
-        Raises: ConfigError; TimeoutError if the start takes longer than its setting; what Megatron
+        Raises: ConfigError; DeadlineError if the start takes longer than its setting; what Megatron
         raises.
         """
         settings = settings or DynamicSettings()
@@ -68,9 +71,7 @@ class MegatronDynamicEngine(ControlledEngine[DynamicLoop]):
         self._has_text = detokenize is not None
         build = core_builder(model, info, settings, detokenize, megatron_extra or {})
         if mode == "coordinator":
-            loop: DynamicLoop = CoordinatedLoop(
-                build, device, settings.start_timeout_s, coordinator
-            )
+            loop: DynamicLoop = CoordinatedLoop(build, device, settings, coordinator)
         else:
             loop = DynamicLoop(build, device)
         super().__init__(model, info, loop)
@@ -85,6 +86,34 @@ class MegatronDynamicEngine(ControlledEngine[DynamicLoop]):
         return await self._answer(
             lambda answer: self._loop.admit(prompt, wire, checked.on_tokens, answer)
         )
+
+    async def update_weights(
+        self,
+        apply: Callable[[torch.nn.Module], None],
+        *,
+        version: int,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+    ) -> None:
+        """See ``Engine.update_weights``. Cached prefixes are of the old weights and are forgotten,
+        unless the settings keep them and a new version tells them apart."""
+
+        def apply_and_forget(model: torch.nn.Module) -> None:
+            apply(model)
+            known = self._loop.core.version
+            told_apart = known is not None and known != version
+            if not (self._settings.keep_prefixes_at_refit and told_apart):
+                self._loop.core.clear_prefixes()
+
+        await super().update_weights(apply_and_forget, version=version, timeout_s=timeout_s)
+
+    async def close(self, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """See ``Engine.close``. One whose thread is stuck ends later, when it has its turn; its
+        coordinator ends now."""
+        try:
+            await super().close(timeout_s=timeout_s)
+        except DeadlineError:
+            self._loop.give_up()
+            raise
 
     def install_capture(self, *, preparer: Any, stager: Any) -> str:
         """Install Megatron's two request hooks; see ``dynamic.hooks.install_hooks``."""

@@ -14,12 +14,19 @@ import logging
 from typing import Any
 
 from tokenplane.capture.hook_types import (
+    CONTEXT_KEY,
     FinishedRequestRecord,
     OffloadedRequestPayload,
     RequestPayloadStageResult,
     RequestPromptPreparationResult,
 )
+from tokenplane.engine_adapter.dynamic.row_evidence import call_context
+from tokenplane.engine_adapter.engine import EngineInfo
+from tokenplane.engine_adapter.models.megatron_process import quiet_imports
 from tokenplane.schemas.errors import ConfigError
+
+with quiet_imports():
+    import msgpack  # type: ignore[import-untyped]
 
 _log = logging.getLogger("tokenplane.engine")
 
@@ -37,7 +44,8 @@ _TYPES_MODULE = "megatron.core.inference.inference_request"
 class CaptureHooks:
     """The hooks that 0.19.2's engine lacks; without any installed, both calls cost nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, info: EngineInfo) -> None:
+        self._info = info
         self.preparer: Any = None
         self.stager: Any = None
         self._offload: dict[int, dict[str, Any]] = {}
@@ -52,19 +60,25 @@ class CaptureHooks:
             return prompt, None
         try:
             result = self.preparer.prepare_prompt(prompt, offload_params=dict(offload))
+            prepared, left = result.prompt, result.offload_params or {}
         except Exception as error:  # noqa: BLE001 - it fails this request alone, never the loop
             params.add_attributes({OFFLOAD: {**offload, PREPARATION_ERROR: str(error)}})
             return prompt, error
         number = next(self._numbers)
         params.add_attributes({_NUMBER: number})
-        self._offload[number] = result.offload_params or {}
-        return result.prompt, None
+        self._offload[number] = left
+        return prepared, None
+
+    def forget(self, record: Any) -> dict[str, Any] | None:
+        """What the preparer left for a request, for the last time."""
+        number = getattr(record.requests[0].sampling_params, _NUMBER, -1)
+        return self._offload.pop(number, None)
 
     def stage(self, request: Any, record: Any) -> dict[str, Any]:
         """Attributes for the reply of a completed request; empty for ordinary traffic."""
         params = record.requests[0].sampling_params
         offload = getattr(params, OFFLOAD, None)
-        kept = self._offload.pop(getattr(params, _NUMBER, -1), None)
+        kept = self.forget(record)
         if self.stager is None or not offload:
             return {}
         tokens = [token for inner in record.requests for token in inner.generated_tokens]
@@ -80,7 +94,8 @@ class CaptureHooks:
             kv_cache_epoch=request.epochs.kv,
             num_evictions=request.num_evictions,
         )
-        result = guarded_stage(self.stager, request.key, payload, metadata, kept or offload)
+        told = {CONTEXT_KEY: call_context(request, self._info)} | (kept or offload)
+        result = guarded_stage(self.stager, request.key, payload, metadata, told)
         return {} if result is None else {RESPONSE: result.response_metadata}
 
 
@@ -144,16 +159,17 @@ def install_hooks(engine: Any, *, preparer: Any, stager: Any) -> str:
 def guarded_stage(
     stager: Any, uid: str, payload: Any, metadata: Any, offload: dict[str, Any] | None
 ) -> RequestPayloadStageResult | None:
-    """The stager's result; a request whose stager raised is answered, uncaptured, with the reason
-    in the log and in its response."""
+    """The stager's result; a request whose stager raised, or gave what no reply can carry, is
+    answered, uncaptured, with the reason in the log and in its response."""
     try:
-        result: RequestPayloadStageResult | None = stager.stage(
-            uid, payload, finished_metadata=metadata, offload_params=offload
-        )
+        result = stager.stage(uid, payload, finished_metadata=metadata, offload_params=offload)
+        if result is None:
+            return None
+        msgpack.packb(result.response_metadata)  # the reply's own form; it would fail in the loop
+        return RequestPayloadStageResult(dict(result.response_metadata))
     except Exception as error:  # noqa: BLE001 - capture never fails a completion (invariant 3)
         _log.exception("the payload stager raised for %s", uid)
         return RequestPayloadStageResult({"ng_capture_error": f"{type(error).__name__}: {error}"})
-    return result
 
 
 def _native_types() -> tuple[Any, Any]:

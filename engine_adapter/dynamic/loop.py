@@ -8,6 +8,7 @@ step awaits once in its middle; nothing but its own callbacks is scheduled on th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from tokenplane.engine_adapter.dynamic.request import DynamicRequest, OnTokens, 
 from tokenplane.engine_adapter.engine import EngineState, GenerationResult
 from tokenplane.engine_adapter.engine_thread import EngineThread, Outcome
 from tokenplane.schemas.errors import (
+    DeadlineError,
     RequestCancelledError,
     RequestRejectedError,
 )
@@ -45,16 +47,34 @@ class DynamicLoop(EngineThread):
         self._waiters: dict[str, Future[GenerationResult]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: Future[None] = Future()
+        self._given_up = False
 
     # ---- any thread
 
     def start(self, timeout_s: float) -> None:
         """Build the engine on its thread (CUDA graphs are captured there).
 
-        Raises: what the building raised; TimeoutError.
+        Raises: what the building raised; DeadlineError, after which the thread ends, and frees what
+        it has, as soon as it can.
         """
         self._thread.start()
-        self._started.result(timeout_s)
+        try:
+            self._started.result(timeout_s)
+        except TimeoutError as error:
+            if self._started.done():
+                raise  # the building's own
+            self.give_up()
+            raise DeadlineError(
+                "the engine did not start", expected=f"within {timeout_s} s"
+            ) from error
+
+    def give_up(self) -> None:
+        """Nobody waits for this engine any more: it ends when its thread has its next turn."""
+        self._given_up = True
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # it ended meanwhile
+                loop.call_soon_threadsafe(self._let_go)
 
     def _notify(self) -> None:
         loop = self._loop
@@ -75,6 +95,10 @@ class DynamicLoop(EngineThread):
         else:
             self._end(EngineState.CLOSED, None, self._waiters)
 
+    def _let_go(self) -> None:
+        self.enter(EngineState.CLOSED)
+        self.wake_event.set()
+
     async def _main(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # the current device is each thread's own
@@ -84,7 +108,8 @@ class DynamicLoop(EngineThread):
         self.core = self._build()
         self.core.on_finished = self.take_finished
         try:
-            await self.serve()
+            if not self._given_up:
+                await self.serve()
         finally:
             await self.release()
 

@@ -9,6 +9,15 @@ from tokenplane.engine_adapter.models.megatron_process import quiet_imports
 with quiet_imports():
     from megatron.core.inference.sampling_params import SamplingParams as MegatronSampling
 
+__all__ = [
+    "EVIDENCE",
+    "FAILURE",
+    "WIRE",
+    "MegatronSampling",
+    "megatron_sampling",
+    "record_lists",
+]
+
 WIRE = "tokenplane"
 """Attribute of Megatron's sampling parameters that carries our request to the engine."""
 EVIDENCE = "tokenplane_evidence"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tokenplane.engine_adapter.engine import EngineInfo
 from tokenplane.schemas.errors import ConfigError
@@ -46,6 +46,18 @@ class DynamicSettings(BaseModel):
     for the whole process. Python's own 5 ms is half a decoding step, several times a step."""
     start_timeout_s: float = Field(default=300.0, gt=0)
     """For building the engine, the capture of its CUDA graphs included."""
+
+    coordinator_timeout_s: float = Field(default=30.0, gt=0)
+    """How long the coordinator may forward nothing while a request is under way."""
+
+    @model_validator(mode="after")
+    def _kept_prefixes_show(self) -> DynamicSettings:
+        if self.keep_prefixes_at_refit and self.chunked_prefill:
+            raise ValueError(
+                "keep_prefixes_at_refit with chunked_prefill: a later chunk may find a stale "
+                "block, which the KV epochs would not show"
+            )
+        return self
 
     @property
     def reason(self) -> str:

@@ -13,7 +13,10 @@ CoordinatorPolicyName = Literal["load_balanced", "first_prefix_block", "longest_
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # Strict: "64" is no number of requests, and 1 no switch.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
 
 
 class MegatronGenerationConfig(_Section):
@@ -45,11 +48,15 @@ class MegatronGenerationConfig(_Section):
     """Mixed prefill graphs to capture."""
     cuda_graph_max_tokens: int | None = Field(default=None, ge=1)
     """Of the largest prefill graph."""
+    cuda_graph_all_prefills: bool | None = None
+    """Whether prefill graphs reach up to ``max_tokens``."""
+    cuda_graph_sizing_distribution: Literal["exponential", "linear"] | None = None
+    """How the sizes of the graphs are spaced."""
     use_cuda_graphs_for_non_decode_steps: bool | None = None
     """Whether prefill steps use graphs."""
     static_kv_memory_pointers: bool | None = None
     """Keep the KV cache's address across a suspend (needs unified memory or a memory saver)."""
-    unified_memory_level: Literal[0, 1] | None = None
+    unified_memory_level: int | None = Field(default=None, ge=0, le=1)
     """1 puts the KV cache into unified memory."""
     use_synchronous_zmq_collectives: bool | None = None
     """For experts over several ranks."""
@@ -80,9 +87,9 @@ class GenerationConfig(_Section):
     """1 keeps all."""
     top_k: int | None = Field(default=None, ge=1)
     """None keeps all."""
-    stop_token_ids: tuple[int, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = Field(default=None, strict=False)
     """None: the tokenizer's end of sequence."""
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: tuple[str, ...] = Field(default=(), strict=False)
     """Of every sample, beside its own."""
     pad_token_id: int | None = Field(default=None, ge=0)
     """None: the tokenizer's."""

@@ -1,4 +1,4 @@
-"""From the generation configuration to Megatron's settings: routing, options, graphs, sampling."""
+"""From the generation configuration to Megatron's settings: routing, options, sampling."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from tokenplane.engine_adapter.worker.generation_config import (
 )
 from tokenplane.schemas.errors import ConfigError
 
-_OPTIONAL = (
+OPTIONAL = (
     "prefix_caching_routing_alpha",
     "use_flashinfer_fused_rope",
     "cuda_graph_mixed_prefill_count",
     "cuda_graph_max_tokens",
+    "cuda_graph_all_prefills",
+    "cuda_graph_sizing_distribution",
     "use_cuda_graphs_for_non_decode_steps",
     "static_kv_memory_pointers",
     "unified_memory_level",
@@ -25,7 +27,9 @@ _OPTIONAL = (
 """Options of ``MegatronGenerationConfig`` that Megatron knows by the same name."""
 
 
-def resolve_coordinator_policy(config: MegatronGenerationConfig) -> CoordinatorPolicyName:
+def resolve_coordinator_policy(
+    mcore_generation_config: MegatronGenerationConfig,
+) -> CoordinatorPolicyName:
     """The coordinator's routing policy, for the engine and every frontend alike.
 
     Resolved once: if the engine routed by prefix and the frontends did not hash, the coordinator
@@ -33,10 +37,14 @@ def resolve_coordinator_policy(config: MegatronGenerationConfig) -> CoordinatorP
 
     Raises: ConfigError for a policy that needs prefix caching while that is off.
     """
-    policy = config.prefix_caching_coordinator_policy
+    policy = mcore_generation_config.prefix_caching_coordinator_policy
     if policy is None:
-        return "first_prefix_block" if config.enable_prefix_caching else "load_balanced"
-    if policy != "load_balanced" and not config.enable_prefix_caching:
+        return (
+            "first_prefix_block"
+            if mcore_generation_config.enable_prefix_caching
+            else "load_balanced"
+        )
+    if policy != "load_balanced" and not mcore_generation_config.enable_prefix_caching:
         raise ConfigError(
             "routing by prefix needs prefix caching",
             key="prefix_caching_coordinator_policy",
@@ -46,46 +54,30 @@ def resolve_coordinator_policy(config: MegatronGenerationConfig) -> CoordinatorP
 
 
 def apply_optional_inference_config_kwargs(
-    kwargs: dict[str, Any], config: MegatronGenerationConfig
+    inference_config_kwargs: dict[str, Any], mcore_generation_config: MegatronGenerationConfig
 ) -> None:
-    """Put the options that are set into ``kwargs`` of ``InferenceConfig``; unset ones stay away."""
-    for name in _OPTIONAL:
-        value = getattr(config, name)
+    """Put the options that are set into the arguments of ``InferenceConfig``, in its own types;
+    unset ones stay away, so that Megatron's defaults hold."""
+    from megatron.core.inference.config import CudaGraphSizingDistribution
+
+    for name in OPTIONAL:
+        value = getattr(mcore_generation_config, name)
+        if name == "cuda_graph_sizing_distribution" and value is not None:
+            value = CudaGraphSizingDistribution(value)
         if value is not None:
-            kwargs[name] = value
+            inference_config_kwargs[name] = value
 
 
-def apply_inference_cuda_graph_scope(model: Any, config: MegatronGenerationConfig) -> None:
-    """Give the engine's model the configured scope of CUDA graphs; None leaves it as it is.
-
-    Raises: ConfigError if the model was built without graphs: their managers are made with it.
-    """
-    scope = config.inference_cuda_graph_scope
-    if scope is None:
-        return
-    from megatron.core.transformer.enums import InferenceCudaGraphScope
-
-    settings = model.config
-    if scope != "none" and settings.cuda_graph_impl != "local":
-        raise ConfigError(
-            "the model was built without CUDA graph managers",
-            key="inference_cuda_graph_scope",
-            expected="cuda_graph_impl='local' when the model is built",
-            got=settings.cuda_graph_impl,
-        )
-    settings.inference_cuda_graph_scope = InferenceCudaGraphScope[scope]
-
-
-def http_sampling_defaults(config: GenerationConfig) -> dict[str, float | int]:
+def http_sampling_defaults(generation_cfg: GenerationConfig) -> dict[str, float | int]:
     """Temperature, top-p and top-k for HTTP requests that omit them.
 
     Training recomputes log-probabilities under the configured sampling; a server that fell back to
     its own defaults would sample off-policy. ``top_k`` 0 is off.
     """
     return {
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "top_k": 0 if config.top_k is None else config.top_k,
+        "temperature": generation_cfg.temperature,
+        "top_p": generation_cfg.top_p,
+        "top_k": 0 if generation_cfg.top_k is None else generation_cfg.top_k,
     }
 
 
@@ -103,6 +95,7 @@ def to_dynamic_settings(config: GenerationConfig) -> DynamicSettings:
         "keep_prefixes_at_refit": own.keep_prefix_cache_after_weight_updates,
         "num_cuda_graphs": own.num_cuda_graphs,
         "start_timeout_s": config.start_timeout_s,
+        "coordinator_timeout_s": config.control_timeout_s,
     }
     if own.buffer_size_gb is not None:
         values["max_kv_bytes"] = int(own.buffer_size_gb * 1024**3)

@@ -60,14 +60,14 @@ def configure_generation_config(
     return config.model_copy(update=changes)
 
 
-def draft_full_refit_enabled(policy_config: Mapping[str, Any]) -> bool:
+def draft_full_refit_enabled(policy_cfg: Mapping[str, Any]) -> bool:
     """Whether the trainer streams the drafter's full weight set on refit.
 
     True for draft co-training on the Automodel path, which exports the drafter's whole state under
     ``draft.``; Megatron's own path streams a part. ``automodel_cfg.enabled`` identifies the path.
     """
-    automodel = policy_config.get("automodel_cfg") or {}
-    draft = policy_config.get("draft") or {}
+    automodel = policy_cfg.get("automodel_cfg") or {}
+    draft = policy_cfg.get("draft") or {}
     return bool(automodel.get("enabled")) and bool(draft.get("enabled"))
 
 

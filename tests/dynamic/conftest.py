@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from tests.dynamic import cpu_facade
+from tests.dynamic.dynamic_engines import fresh_model
 from tokenplane.engine_adapter.dynamic.coordinator_process import CoordinatorProcess
+from tokenplane.engine_adapter.worker.generation import MegatronGenerationWorker
+from tokenplane.engine_adapter.worker.generation_config import parse_generation_config
+
+MakeWorker = Callable[..., MegatronGenerationWorker]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,3 +31,24 @@ def coordinator() -> Iterator[CoordinatorProcess]:
     process.address(60)
     yield process
     process.close()
+
+
+@pytest.fixture
+def make_worker() -> Iterator[MakeWorker]:
+    """Workers over the tiny model, in direct mode unless said otherwise; all are shut down."""
+    made: list[MegatronGenerationWorker] = []
+    small = {"max_sequence_length": 512, "block_size_tokens": 16, "use_coordinator": False}
+
+    def make(store: Any = None, *, leader: bool = True, **values: Any) -> MegatronGenerationWorker:
+        megatron = small | values.pop("megatron", {})
+        given = {"max_new_tokens": 12, "stop_token_ids": [0], "megatron": megatron} | values
+        config = parse_generation_config(given)
+        worker = MegatronGenerationWorker(
+            fresh_model("tiny"), config, store=store, is_leader=leader
+        )
+        made.append(worker)
+        return worker
+
+    yield make
+    for worker in made:
+        worker.shutdown()

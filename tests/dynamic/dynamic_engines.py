@@ -52,10 +52,12 @@ class DynamicEngines:
 
     spec: ClassVar[str] = "tiny"
     mode: ClassVar[str] = "direct"
+    settings: ClassVar[dict[str, Any]] = {}
     coordinator: Any = None
 
     def make_engine(self, **limits: int) -> Engine:
-        return open_engine(self.spec, mode=self.mode, coordinator=self.coordinator, **limits)
+        given = self.settings | limits
+        return open_engine(self.spec, mode=self.mode, coordinator=self.coordinator, **given)
 
     def reference_logits(self, engine: Engine, ids: np.ndarray) -> np.ndarray:
         InferenceMode.unset_active()  # the engine is idle; its mode changes what a forward gives

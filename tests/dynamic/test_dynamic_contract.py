@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 
 from tests.dynamic.dynamic_engines import DynamicEngines
@@ -11,6 +13,7 @@ from tokenplane.engine_adapter.contract_suite.features import (
     StopContract,
     StreamContract,
 )
+from tokenplane.engine_adapter.contract_suite.lifecycle import LifecycleContract
 from tokenplane.engine_adapter.dynamic.coordinator_process import CoordinatorProcess
 from tokenplane.engine_adapter.testing import EngineContract
 
@@ -29,8 +32,13 @@ class TestMegatronDynamicEngineWithExperts(DynamicEngines, EngineContract):
 
 
 @pytest.mark.slow
+class TestMegatronDynamicEngineWithCachedPrefixes(DynamicEngines, LifecycleContract):
+    settings: ClassVar[dict[str, Any]] = {"prefix_caching": True}
+
+
+@pytest.mark.slow
 class TestMegatronDynamicEngineBehindItsCoordinator(
-    DynamicEngines, EngineContract, StreamContract, CancelContract
+    DynamicEngines, EngineContract, SamplingContract, StopContract, StreamContract, CancelContract
 ):
     mode = "coordinator"
 

@@ -175,3 +175,10 @@ def test_sizes_that_cannot_work_are_refused() -> None:
             settings=DynamicSettings(max_sequence_length=64),
             megatron_extra={"max_requests": 3},
         )
+
+
+def test_a_model_that_is_split_over_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = fresh_model("tiny").model
+    monkeypatch.setattr(model.config, "tensor_model_parallel_size", 2)
+    with pytest.raises(ConfigError, match="split over ranks"):
+        open_engine()

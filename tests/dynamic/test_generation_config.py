@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from megatron.core.inference.config import InferenceConfig
-from megatron.core.transformer.enums import InferenceCudaGraphScope
 
+from tests.dynamic.dynamic_engines import fresh_model
 from tokenplane.engine_adapter.cpu.megatron_cpu_shim import importable_bridge
 from tokenplane.engine_adapter.worker import generation_layers
 from tokenplane.engine_adapter.worker.generation import MegatronGenerationWorker
 from tokenplane.engine_adapter.worker.generation_config import parse_generation_config
 from tokenplane.engine_adapter.worker.generation_engine import (
-    apply_inference_cuda_graph_scope,
+    OPTIONAL,
     apply_optional_inference_config_kwargs,
     http_sampling_defaults,
     resolve_coordinator_policy,
@@ -50,6 +51,10 @@ def config_of(**megatron: Any) -> Any:
         ({"top_p": 0}, "top_p"),
         ({"megatron": {"prefix_caching_coordinator_policy": "round_robin"}}, "policy"),
         ({"backend": "vllm"}, "backend"),
+        ({"max_new_tokens": "64"}, "max_new_tokens"),
+        ({"colocated": 1}, "colocated"),
+        ({"stop_token_ids": ["7"]}, "stop_token_ids"),
+        ({"megatron": {"expose_http_server": "yes"}}, "expose_http_server"),
     ],
 )
 def test_unknown_keys_and_values_are_refused_by_name(values: dict[str, Any], key: str) -> None:
@@ -72,7 +77,22 @@ def test_the_routing_policy_is_resolved_once_for_engine_and_frontends() -> None:
         )
 
 
-def test_only_options_that_are_set_are_forwarded_and_megatron_takes_them() -> None:
+GIVEN: dict[str, Any] = {
+    "prefix_caching_routing_alpha": 0.25,
+    "use_flashinfer_fused_rope": True,
+    "cuda_graph_mixed_prefill_count": 3,
+    "cuda_graph_max_tokens": 64,
+    "cuda_graph_all_prefills": True,
+    "cuda_graph_sizing_distribution": "linear",
+    "use_cuda_graphs_for_non_decode_steps": False,
+    "static_kv_memory_pointers": True,
+    "unified_memory_level": 1,
+    "use_synchronous_zmq_collectives": True,
+}
+"""Another value than Megatron's default, for each option."""
+
+
+def test_only_options_that_are_set_are_forwarded() -> None:
     kwargs: dict[str, Any] = {"max_requests": 4}
     apply_optional_inference_config_kwargs(kwargs, config_of().megatron)
     assert kwargs == {"max_requests": 4}
@@ -83,21 +103,48 @@ def test_only_options_that_are_set_are_forwarded_and_megatron_takes_them() -> No
         "prefix_caching_routing_alpha": 0.25,
         "cuda_graph_max_tokens": 64,
     }
-    assert InferenceConfig(**kwargs).prefix_caching_routing_alpha == 0.25
 
 
-def test_the_graph_scope_needs_a_model_with_graph_managers() -> None:
-    model = SimpleNamespace(
-        config=SimpleNamespace(cuda_graph_impl="local", inference_cuda_graph_scope="as it was")
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_each_option_reaches_megatron_in_its_type_and_a_wrong_type_is_refused(name: str) -> None:
+    plain, config = InferenceConfig(), config_of(**{name: GIVEN[name]})
+    made = InferenceConfig(**to_megatron_extra(config))
+    value, default = getattr(made, name), getattr(plain, name)
+    assert (value.value if isinstance(value, Enum) else value) == GIVEN[name]
+    assert value != default
+    assert isinstance(value, type(default))
+    wrong = "1" if isinstance(GIVEN[name], bool | int | float) else 1
+    with pytest.raises(ConfigError, match=name):
+        config_of(**{name: wrong})
+    for other in (0, 1) if isinstance(GIVEN[name], bool) else (True,):
+        with pytest.raises(ConfigError, match=name):
+            config_of(**{name: other})
+
+
+def test_options_reach_the_running_engine() -> None:
+    config = parse_generation_config(
+        {
+            "megatron": {
+                "max_sequence_length": 64,
+                "block_size_tokens": 16,
+                "use_coordinator": False,
+                "enable_prefix_caching": True,
+                "prefix_caching_coordinator_policy": "longest_prefix",
+                "prefix_caching_routing_alpha": 0.25,
+                "cuda_graph_max_tokens": 64,
+            }
+        }
     )
-    apply_inference_cuda_graph_scope(model, config_of().megatron)
-    assert model.config.inference_cuda_graph_scope == "as it was"
-    block = config_of(inference_cuda_graph_scope="block").megatron
-    apply_inference_cuda_graph_scope(model, block)
-    assert model.config.inference_cuda_graph_scope is InferenceCudaGraphScope.block
-    model.config.cuda_graph_impl = "none"
-    with pytest.raises(ConfigError, match="without CUDA graph managers"):
-        apply_inference_cuda_graph_scope(model, block)
+    worker = MegatronGenerationWorker(fresh_model("tiny"), config)
+    worker.prepare_for_generation()
+    loop: Any = worker.engine._loop if worker.engine else None
+    context = loop.core.context
+    try:
+        assert context.prefix_caching_routing_alpha == 0.25
+        assert context.prefix_caching_coordinator_policy.value == "longest_prefix"
+        assert context.config.cuda_graph_max_tokens == 64
+    finally:
+        worker.shutdown()
 
 
 def test_http_defaults_are_the_configured_sampling() -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 import torch
 
+from tests.dynamic.conftest import MakeWorker
 from tests.dynamic.dynamic_engines import fresh_model
 from tests.dynamic.dynamic_requests import change_weights
 from tokenplane.engine_adapter.engine import EngineState
 from tokenplane.engine_adapter.worker.batches import build_sampling_params, merge_stop_strings
-from tokenplane.engine_adapter.worker.generation import MegatronGenerationWorker
 from tokenplane.engine_adapter.worker.generation_config import parse_generation_config
 from tokenplane.schemas.errors import (
     ConfigError,
@@ -27,29 +26,6 @@ from tokenplane.schemas.errors import (
 from tokenplane.staging import open_store
 
 pytestmark = pytest.mark.engine
-
-SMALL = {"max_sequence_length": 512, "block_size_tokens": 16, "use_coordinator": False}
-MakeWorker = Callable[..., MegatronGenerationWorker]
-
-
-@pytest.fixture
-def make_worker() -> Iterator[MakeWorker]:
-    made: list[MegatronGenerationWorker] = []
-
-    def make(store: Any = None, *, leader: bool = True, **values: Any) -> MegatronGenerationWorker:
-        megatron = SMALL | values.pop("megatron", {})
-        given = {"max_new_tokens": 12, "stop_token_ids": [0], "megatron": megatron} | values
-        config = parse_generation_config(given)
-        worker = MegatronGenerationWorker(
-            fresh_model("tiny"), config, store=store, is_leader=leader
-        )
-        made.append(worker)
-        return worker
-
-    yield make
-    for worker in made:
-        worker.shutdown()
-
 
 DATA = {
     "input_ids": torch.tensor([[5, 9, 17, 0], [33, 65, 7, 8], [40, 0, 0, 0]]),

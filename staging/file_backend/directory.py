@@ -51,24 +51,34 @@ def make_directory(root: Path) -> None:
         sync_directory(root.parent)
     if not root.is_dir():
         raise UnsupportedStoreError("not a directory", key=str(root))
+    _refuse_strange(root)  # before the lock: what is somebody else's stays as it is
     with open_lock(root):
         if not (root / FORMAT_FILE).exists():
-            # A killed process may have left the lock and a temporary file, nothing else.
-            strange = sorted(
-                path.name
-                for path in root.iterdir()
-                if path.name != LOCK_FILE and not path.name.startswith(TEMPORARY)
-            )
-            if strange:
-                raise UnsupportedStoreError(
-                    "the directory holds something else", got=strange[:8], key=str(root)
-                )
+            _refuse_strange(root)
             text = json.dumps({"store": "tokenplane", "format": FORMAT_VERSION}) + "\n"
             write_file(root / FORMAT_FILE, text.encode(), durable=True)
         check_format(root)
         for name in (BLOBS, SEALED):
             (root / name).mkdir(exist_ok=True)
         sync_directory(root)
+
+
+def _refuse_strange(root: Path) -> None:
+    """Raises:
+    UnsupportedStoreError: no store of ours is there, but something else.
+    """
+    if (root / FORMAT_FILE).exists():
+        return
+    # A killed process may have left the lock and a temporary file, nothing else.
+    strange = sorted(
+        path.name
+        for path in root.iterdir()
+        if path.name != LOCK_FILE and not path.name.startswith(TEMPORARY)
+    )
+    if strange and not (root / FORMAT_FILE).exists():
+        raise UnsupportedStoreError(
+            "the directory holds something else", got=strange[:8], key=str(root)
+        )
 
 
 def check_format(root: Path) -> None:

@@ -80,6 +80,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedStoreError, match=r"notes\.txt"):
         FileStore(tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     with pytest.raises(UnsupportedStoreError):
         FileStore(tmp_path / "notes.txt")
     with pytest.raises(UnsupportedStoreError):

@@ -11,8 +11,10 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TextIO, get_args
 
 from tokenplane.engine_adapter.server.config import (
     ServerConfig,
@@ -27,6 +29,8 @@ from tokenplane.tools.command_frame import command_parser
 from tokenplane.tools.serve_parts import open_replica_parts, open_serve_parts
 
 logger = logging.getLogger("tokenplane.server")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,35 +144,52 @@ def _serve_replicas(config: ServerConfig, control_token: str | None, api_key: st
     from tokenplane.engine_adapter.replicas.replica_settings import ReplicaSettings
 
     stopped = threading.Event()
-    serving = ReplicaServing(
-        functools.partial(open_replica_parts, config, _cache_dir(config)),
-        ReplicaSettings(
-            replicas=config.replicas,
-            host=config.host,
-            port=config.port,
-            ray_address=config.ray_address,
-            cpus_per_replica=config.cpus_per_replica,
-            gpus_per_replica=config.gpus_per_replica,
-            max_in_flight=config.max_in_flight,
-            start_timeout_s=config.start_timeout_s,
-            drain_timeout_s=config.drain_timeout_s,
-        ),
-        control_token=control_token,
-        api_key=api_key,
-    )
-    # Only now: Ray has put handlers of its own there.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: stopped.set())
-    try:
-        workers = serving.health()["replicas"]
-        model = next(iter(workers.values()))["model"]
-        _announce(serving.base_url, model, config)
-        if serving.wait(stopped):
-            return 0
-        logger.error("Ray has ended; stopping")
-        return 1
-    finally:
-        serving.close()
+
+    def stop(_number: int, _frame: Any) -> None:
+        stopped.set()
+        for number in _SIGNALS:  # the second one does not wait: Ray dies with this process
+            signal.signal(number, signal.SIG_DFL)
+
+    with _stdout_kept() as stdout:
+        serving = ReplicaServing(
+            functools.partial(open_replica_parts, config, _cache_dir(config)),
+            ReplicaSettings(
+                replicas=config.replicas,
+                host=config.host,
+                port=config.port,
+                ray_address=config.ray_address,
+                cpus_per_replica=config.cpus_per_replica,
+                gpus_per_replica=config.gpus_per_replica,
+                max_in_flight=config.max_in_flight,
+                start_timeout_s=config.start_timeout_s,
+                drain_timeout_s=config.drain_timeout_s,
+            ),
+            control_token=control_token,
+            api_key=api_key,
+        )
+        for number in _SIGNALS:  # only now: Ray has put handlers of its own there
+            signal.signal(number, stop)
+        try:
+            workers = serving.health()["replicas"]
+            model = next(iter(workers.values()))["model"]
+            _announce(serving.base_url, model, config, stdout)
+            if serving.wait(stopped):
+                return 0
+            logger.error("Ray has ended; stopping")
+            return 1
+        finally:
+            serving.close()
+
+
+@contextmanager
+def _stdout_kept() -> Iterator[TextIO]:
+    """The real stdout; what others write to theirs goes to stderr, as Ray's own code would."""
+    with os.fdopen(os.dup(1), "w") as stdout:
+        os.dup2(2, 1)
+        try:
+            yield stdout
+        finally:
+            os.dup2(stdout.fileno(), 1)
 
 
 def _bound(config: ServerConfig) -> socket.socket:
@@ -183,10 +204,11 @@ def _bound(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _announce(url: str, model: str, config: ServerConfig) -> None:
+def _announce(url: str, model: str, config: ServerConfig, stdout: TextIO | None = None) -> None:
     several = f", {config.replicas} replicas" if config.replicas > 1 else ""
     store = shown_url(config.store)
-    print(f"tokenplane: ready {url} (model {model}, store {store}{several})", flush=True)
+    line = f"tokenplane: ready {url} (model {model}, store {store}{several})"
+    print(line, file=stdout or sys.stdout, flush=True)
 
 
 if __name__ == "__main__":

@@ -94,27 +94,3 @@ async def replicas(
             client = httpx.AsyncClient(transport=transport, base_url="http://fleet")
             found.append(Replica(served, node, await stack.enter_async_context(client)))
         yield found
-
-
-def admission(call: str, parent: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What NeMo-Gym's model server sends (CONTRACT section 5)."""
-    values = {
-        "schema_version": 2,
-        "rollout_id": "g1",
-        "model_call_id": call,
-        "parent_call_id": None,
-        "prev_len": 0,
-        "mode": "text",
-        "required_prefix_token_ids": [],
-        "staging_chain": [],
-        "parent_chain_hash": None,
-    }
-    if parent is not None:
-        values |= {
-            "mode": "token_in",
-            "parent_call_id": parent["model_call_id"],
-            "prev_len": parent["cum_len"],
-            "staging_chain": [parent["staging_key"]],
-            "parent_chain_hash": parent["chain_hash"],
-        }
-    return values

@@ -17,7 +17,8 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.replicas.fleet import Replica, admission, replicas
+from tests.replicas.fleet import Replica, replicas
+from tests.replicas.gym_admission import admission
 from tests.server.serving import message_of, say, scripted, text_of, tiny_engine, user, whole
 from tests.stores.redis_server import RedisServer
 from tokenplane.capture.collect.collector import Collector

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -159,3 +160,15 @@ def test_an_id_that_no_store_takes_is_a_placeholder_as_before() -> None:
     with open_store("memory:") as store:
         (row,) = Collector(TokenSource(store), {}).finalize("a\0b")
     assert (row.sample_mask, row.reason) == (0, "no_records")
+
+
+def test_the_pages_example_holds_a_rollout(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "retention.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    url = (tmp_path / "store").as_uri()
+    with open_store(url) as store:
+        stage(store, "rollout-7", "rollout-70")
+    names: dict[str, Any] = {"url": url}
+    exec(compile(example, "retention.md", "exec"), names)
+    assert [row.call.rollout_id for row in names["rows"]] == ["rollout-7"]
+    assert names["hold"]._holds == []

@@ -46,6 +46,7 @@ class Database:
         self._readers: list[apsw.Connection] = []
         # Every reader, pooled or in use: in a forked child none may be let go of (and so closed).
         self._lent: set[apsw.Connection] = set()
+        self._file = str(root / DATABASE_FILE)
         self._identity = GUARD.enter(root / DATABASE_FILE, self)
         try:
             with file_errors():
@@ -184,7 +185,7 @@ class Database:
         will ever see; none of them may be acknowledged.
         """
         try:
-            status = os.stat(self.root / DATABASE_FILE)
+            status = os.stat(self._file)
         except FileNotFoundError:
             found = None
         else:

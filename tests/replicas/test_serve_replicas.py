@@ -137,10 +137,7 @@ def test_one_base_url_for_all_and_a_killed_worker_loses_nothing(
     victim = asyncio.run(load(url, talks, first))
     (survivor,) = first.keys() - {victim}
     assert talks[0].workers[-1] != victim
-    ends = time.monotonic() + WAIT_S
-    while not (health(url).get("status") == "ok" and len(pids(url)) == 2):
-        assert time.monotonic() < ends, health(url)
-        time.sleep(0.5)
+    the_new_one_waits_for_its_weights(url, survivor)
     second = pids(url)
     assert second[survivor] == first[survivor]
     assert len(second.keys() - first.keys()) == 1
@@ -180,16 +177,29 @@ def the_same_routes(url: str) -> None:
     assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_json")
 
 
+def the_new_one_waits_for_its_weights(url: str, survivor: str) -> None:
+    """It was started with version 5, where the other has 6 by now."""
+    ends = time.monotonic() + WAIT_S
+    while len(found := health(url)["replicas"]) < 2:
+        assert time.monotonic() < ends, found
+        time.sleep(0.5)
+    behind = {name: one["behind"] for name, one in found.items()}
+    assert behind == dict.fromkeys(found, True) | {survivor: False}
+    assert health(url)["status"] == "degraded"
+    control(url, "POST", "/admin/weight_version", {"version": 6})
+    assert health(url)["status"] == "ok"
+
+
 def changes_reach_both(url: str) -> None:
     assert httpx.post(f"{url}/admin/pause", timeout=60).status_code == 401
-    control(url, "POST", "/admin/weight_version", {"version": 5})
+    assert control(url, "POST", "/admin/weight_version", {"version": 6})["version"] == 6
     for path, state in (("/admin/pause", "paused"), ("/admin/resume", "running")):
         assert control(url, "POST", path)["state"] == state
         status = control(url, "GET", "/admin/status")
         assert {one["state"] for one in status["replicas"].values()} == {state}
     metrics = httpx.get(f"{url}/metrics", timeout=60).text
     for name in pids(url):
-        assert f'tokenplane_weight_version{{replica="{name}"}} 5.0' in metrics
+        assert f'tokenplane_weight_version{{replica="{name}"}} 6.0' in metrics
 
 
 def check_store(folder: Path, talks: list[Conversation]) -> None:

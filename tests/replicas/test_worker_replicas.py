@@ -88,9 +88,13 @@ def test_workers_share_rollouts_and_die_with_their_parent(
     for before, now, row in zip(by_whom, by_whom[1:], rows[1:], strict=False):
         if before != now:
             assert row.evidence.prefix_source == "store"
-    body = {"version": 4}
-    changed = httpx.post(f"{root}/admin/weight_version", json=body, timeout=120).json()
-    assert [told["version"] for told in changed["replicas"].values()] == [4, 4]
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("4\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "named 4\n"
+    told = httpx.get(f"{root}/admin/weight_version", timeout=120).json()
+    assert [one["version"] for one in told["replicas"].values()] == [4, 4]
 
     below = descendants([process.pid])
     commands = {pid: command_of(pid) for pid in below}

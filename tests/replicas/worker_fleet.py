@@ -1,6 +1,7 @@
 """A process that serves two generation workers, Megatron's genuine engine each, on the CPU.
 
-``python worker_fleet.py STORE_URL``: prints the base URL, then waits for the end of its stdin.
+``python worker_fleet.py STORE_URL``: prints the base URL, then names the workers' weights by the
+number on each line of its stdin, until that ends.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ def make_worker(store_url: str, _name: str) -> ReplicaWorker:
 
 
 def main(store_url: str) -> None:
-    """Serve until stdin ends."""
+    """Serve, and name weights, until stdin ends."""
     open_parts = functools.partial(open_worker_parts, functools.partial(make_worker, store_url))
     serving = ReplicaServing(open_parts, ReplicaSettings(replicas=2, cpus_per_replica=0.5))
     print(serving.report_dp_openai_server_base_url(), flush=True)
-    sys.stdin.read()
+    for line in sys.stdin:
+        serving.set_rollout_weight_version(int(line))
+        print(f"named {line.strip()}", flush=True)
     serving.close()
-    print("closed", flush=True)
 
 
 if __name__ == "__main__":

@@ -69,8 +69,7 @@ demo: install ## Roll out, stage, collect and audit with a small real model on t
 
 .PHONY: gpu-check
 gpu-check: install ## On a machine with one CUDA GPU: engine contract, capture, throughput
-	$(BIN)/python -m pytest tests/dynamic/gpu_contract.py $(PYTEST_ARGS)
-	PYTHONPATH=. $(BIN)/python scripts/gpu_check.py --out gpu-check-out
+	PYTHONPATH=. $(BIN)/python scripts/gpu_check.py --whole-contract --out gpu-check-out
 
 .PHONY: gym-e2e
 gym-e2e: install ## Roll out through the whole NeMo-Gym stack and collect

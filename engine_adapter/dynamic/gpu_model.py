@@ -109,7 +109,9 @@ def build_gpu_gpt(
             share_embeddings_and_output_weights=shape.tied_embeddings,
             parallel_output=True,
         )
-    return model.cuda().to(dtype).eval()
+    model = model.cuda().to(dtype).eval()
+    torch.cuda.synchronize()  # the engine's thread has another stream
+    return model
 
 
 def shape_of(model: Any) -> GptShape:
@@ -150,4 +152,5 @@ def gpu_twin(
     with torch.no_grad():
         for name, parameter in target.items():
             parameter.copy_(source[name])
+    torch.cuda.synchronize()
     return twin

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tokenplane.engine_adapter.models.megatron_process import quiet_imports
 from tokenplane.engine_adapter.worker.generation_config import MegatronGenerationConfig
 from tokenplane.schemas.errors import ConfigError
@@ -67,6 +69,8 @@ def setup_colocated_cuda_graph_managers(
     before = settings.cuda_graph_impl, settings.inference_cuda_graph_scope
     settings.cuda_graph_impl = "local"
     settings.inference_cuda_graph_scope = InferenceCudaGraphScope.block
+    # The first manager moves this thread to a stream of its own; training shall stay where it is.
+    stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
     try:
         managers = [cuda_graphs.CudaGraphManager(settings, need_backward=False) for _ in blocks]
     except Exception as error:
@@ -78,6 +82,9 @@ def setup_colocated_cuda_graph_managers(
             key="inference_cuda_graph_scope",
             expected="model_parallel_cuda_manual_seed(seed, inference_rng_tracker=True) before",
         ) from error
+    finally:
+        if stream is not None:
+            torch.cuda.set_stream(stream)
     for block, manager in zip(blocks, managers, strict=True):
         block.cudagraph_manager = manager
     return len(blocks)

@@ -18,6 +18,8 @@ from tokenplane.engine_adapter.contract_suite.features import (
     StopContract,
     StreamContract,
 )
+from tokenplane.engine_adapter.contract_suite.lifecycle import LifecycleContract
+from tokenplane.engine_adapter.dynamic.attention import install_torch_attention
 from tokenplane.engine_adapter.dynamic.engine import MegatronDynamicEngine
 from tokenplane.engine_adapter.dynamic.gpu_model import gpu_twin
 from tokenplane.engine_adapter.dynamic.settings import DynamicSettings
@@ -34,6 +36,7 @@ class GpuEngines:
 
     spec: ClassVar[str] = "tiny"
     mode: ClassVar[Any] = "direct"
+    settings: ClassVar[dict[str, Any]] = {}
     logprob_tolerance: ClassVar[float] = 1e-4
     loaded: LoadedModel
     model: torch.nn.Module
@@ -41,7 +44,8 @@ class GpuEngines:
     def make_engine(self, **limits: int) -> Engine:
         self.loaded = load_model(self.spec)
         self.model = gpu_twin(self.loaded.model)
-        given: dict[str, Any] = {"max_sequence_length": 1024, "max_live_requests": 32} | limits
+        given: dict[str, Any] = {"max_sequence_length": 1024, "max_live_requests": 32}
+        given |= self.settings | limits
         return MegatronDynamicEngine(
             self.model,
             self.loaded.info,
@@ -83,3 +87,11 @@ class TestDynamicEngineWithExpertsOnTheGpu(GpuEngines, EngineContract):
 
 class TestCoordinatedDynamicEngineOnTheGpu(GpuEngines, CancelContract, StreamContract):
     mode = "coordinator"
+
+
+class TestDynamicEngineWithCachedPrefixesOnTheGpu(GpuEngines, LifecycleContract):
+    settings: ClassVar[dict[str, Any]] = {
+        "prefix_caching": True,
+        # FlashAttention reads pages of multiples of 256 positions; the torch path any.
+        "block_tokens": 16 if install_torch_attention() == "torch" else 256,
+    }

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tokenplane.schemas.errors import ConfigError
 
@@ -49,13 +49,16 @@ def parse_store_url(url: str) -> StoreUrl:
     Raises:
         ConfigError: empty, or an option is given twice.
     """
-    if not isinstance(url, str) or not url:
+    if not isinstance(url, str) or not url or "\0" in unquote(url):
         raise ConfigError("expected a store URL", got=repr(url))
     match = _SCHEME.match(url)
     if match is None:
         return StoreUrl(url, "", url)
     scheme = match[1].lower()
-    split = urlsplit(url)
+    try:
+        split = urlsplit(url)
+    except ValueError as exc:
+        raise ConfigError(f"a malformed store URL: {exc}", got=repr(url)) from exc
     pairs = parse_qsl(split.query, keep_blank_values=True)
     query = dict(pairs)
     if len(query) != len(pairs):

@@ -80,11 +80,11 @@ def main(argv: list[str] | None = None) -> int:
     add_arguments(parser)
     args = parser.parse_args(argv)
     from tokenplane.capture.collect.gym_rollouts import read_outcomes
-    from tokenplane.staging.open_store import open_store
     from tokenplane.tools.export_parquet import export
+    from tokenplane.tools.store_reading import open_existing
 
     outcomes = list(read_outcomes(args.rollouts))
-    with open_store(store_url(args.store)) as store, _open_manifests(args) as manifests:
+    with open_existing(args.store) as store, _open_manifests(args) as manifests:
         report = collect(
             _with_progress(outcomes),
             manifests,
@@ -133,19 +133,6 @@ class _LedgerManifests:
         from tokenplane.capture.gym_ledger import GymLedger
 
         self.manifest = GymLedger(store).read_manifest
-
-
-def store_url(text: str) -> str:
-    """A store URL; a plain path is a file store's folder.
-
-    Raises:
-        ConfigError: a ``memory:`` store, which no other process can fill.
-    """
-    from tokenplane.schemas.errors import ConfigError
-
-    if text.startswith("memory:"):
-        raise ConfigError("a memory: store lives in one process only", got=text)
-    return text if ":" in text else Path(text).absolute().as_uri()
 
 
 def collect(

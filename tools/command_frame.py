@@ -37,6 +37,7 @@ def coded_errors(name: str) -> Callable[[Main], Main]:
     def decorate(main: Main) -> Main:
         @functools.wraps(main)
         def wrapped(argv: list[str] | None = None) -> int:
+            _open_streams()
             try:
                 status = main(argv)
                 sys.stdout.flush()
@@ -58,6 +59,13 @@ def coded_errors(name: str) -> Callable[[Main], Main]:
         return wrapped
 
     return decorate
+
+
+def _open_streams() -> None:
+    """Where a shell closed stdout or stderr (``>&-``), what is said goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _say(name: str, code: str, message: str) -> None:

@@ -16,11 +16,11 @@ from tokenplane.schemas.errors import ConfigError
 from tokenplane.schemas.failure_row import FAILURE_PARTITION
 from tokenplane.schemas.gym_ledger_row import GYM_LEDGER_PARTITION
 from tokenplane.schemas.staged_row import STAGED_PARTITION
-from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store import StagingStore
 from tokenplane.staging.store_types import RetentionPolicy, SweepReport
 from tokenplane.tools.command_frame import coded_errors, command_parser
 from tokenplane.tools.gc_orphans import OrphanReport, open_manifests, remove_orphans
+from tokenplane.tools.store_reading import open_existing
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _BY_ROLLOUT = (STAGED_PARTITION, FAILURE_PARTITION, GYM_LEDGER_PARTITION)
@@ -117,7 +117,10 @@ def main(argv: list[str] | None = None) -> int:
     add_arguments(parser)
     options = parser.parse_args(argv)
     age_s = parse_age(options.older_than)
-    with open_store(options.store) as store, Progress(disable=not sys.stderr.isatty()) as progress:
+    with (
+        open_existing(options.store) as store,
+        Progress(disable=not sys.stderr.isatty()) as progress,
+    ):
         orphans = None
         if options.orphans is not None:
             with open_manifests(options.ledger, options.gym) as manifest_of:

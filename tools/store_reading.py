@@ -60,6 +60,17 @@ def open_for_reading(url: str) -> StagingStore:
     return open_store(url)
 
 
+def open_existing(url: str) -> StagingStore:
+    """The store behind ``url`` for reading and writing; where none is, none is made.
+
+    Raises: as ``open_for_reading``.
+    """
+    parsed = parse_store_url(url)
+    if parsed.scheme in ("", "file", "memory"):
+        open_for_reading(url).close()
+    return open_store(url if parsed.scheme else Path(url).absolute().as_uri())
+
+
 def read_rows(
     store: StagingStore, partition: str, keys: Sequence[str], columns: Sequence[str] | None = None
 ) -> Iterator[tuple[str, pa.RecordBatch | Problem]]:

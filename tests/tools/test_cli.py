@@ -124,6 +124,55 @@ def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("store", ["nope", "memory:", "redis://[::1", "file:///a%00b", ""])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["replay", "STORE", "alpha"],
+        ["audit", "STORE", "--json"],
+        ["verify", "STORE"],
+        ["inspect", "store", "STORE"],
+        ["inspect", "row", "STORE", "x"],
+        ["export", "STORE", "out.parquet"],
+        ["gc", "STORE", "--older-than", "1d"],
+        ["collect", "--ledger", "STORE", "--store", "STORE", "--rollouts", "rollouts.jsonl"],
+    ],
+    ids=lambda argv: " ".join(argv[:2]).replace(" STORE", ""),
+)
+def test_a_store_that_is_not_there_is_one_line_and_is_not_made(
+    argv: list[str],
+    store: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rollouts.jsonl").write_text('{"_ng_rollout_id": "alpha"}\n')
+    status = cli.main([store if word == "STORE" else word for word in argv])
+    shown = capsys.readouterr()
+    assert status == (1 if store == "nope" else 2)
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    name = " ".join(argv[: 2 if argv[0] == "inspect" else 1])
+    code = "unsupported_store" if store == "nope" else "bad_config"
+    assert shown.err.startswith(f"tokenplane {name}: {code}: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["rollouts.jsonl"]
+
+
+def test_a_closed_stdout_is_no_defect(told: Path) -> None:
+    """As in ``tokenplane verify … >&-``: the exit status is all that is asked for."""
+    command = f"{sys.executable} -m tokenplane.tools.cli verify {told}"
+    for closed in (">&-", ">&- 2>&-"):
+        shell = ["sh", "-c", f"{command} {closed}"]
+        done = subprocess.run(shell, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+    shell = ["sh", "-c", f"{command} >/dev/full"]
+    done = subprocess.run(shell, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("tokenplane verify: os_error: ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_console_script_is_this_command() -> None:
     module, _, function = "tokenplane.tools.cli:main".partition(":")
     assert getattr(import_module(module), function) is cli.main

@@ -67,7 +67,7 @@ class TestRoutes(TinyEngines, EngineSuite):
                 with pytest.raises(RequestRejectedError, match="routes_from"):
                     await engine.generate(request)
 
-        self.run(scenario, max_step_tokens=max_step_tokens)
+        self.run(scenario, max_step_tokens=max_step_tokens, max_live_requests=8)
 
     @pytest.mark.parametrize("mode", ["persist", "recompute"])
     def test_routes_are_unknown_after_a_recompute(self, mode: Any) -> None:

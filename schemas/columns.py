@@ -87,7 +87,7 @@ def one_row(schema: pa.Schema, values: Mapping[str, Any]) -> pa.RecordBatch:
     try:
         batch = lay_out_row(schema, values)
     except _REFUSED:
-        batch = None
+        batch = None  # nothing is lost: what cannot be laid out, ``convert_row`` takes or names
     return convert_row(schema, values) if batch is None else batch
 
 

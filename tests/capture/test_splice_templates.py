@@ -1,100 +1,33 @@
-"""Templates that do what breaks a splice: each is refused with the code that names it."""
+"""Structural splices of templates that change what they printed before."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.capture.splice_conversations import (
+    ANSWER,
+    BASE,
+    HISTORY,
+    LAST,
+    NEW,
+    PROMPT,
+    TURN,
+    code_of,
+    each,
+    prefix_of,
+    splice,
+    text_of,
+)
 from tests.capture.splice_renderers import TextRenderer
 from tokenplane.capture.splice import (
-    EXPLANATIONS,
-    Message,
     SpliceCache,
-    SpliceCode,
-    SpliceResult,
-    Tool,
-    conformance_report,
     structural_suffix,
 )
 from tokenplane.capture.splice.shapes import TOOLS
 from tokenplane.schemas.errors import SpliceError
-from tokenplane.schemas.tokens import Int32Array
-
-TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-BASE = "{% for m in messages %}" + TURN + "{% endfor %}"
-PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-LAST = (
-    "{% set a = (messages | selectattr('role', 'equalto', 'assistant') | list)[-1:] %}"
-    "{% set a = a[0] if a else {'content': ''} %}"
-)
-GLM = (
-    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-
-HISTORY: list[Message] = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "What is 2+2, tell me in many words?"},
-]
-ANSWER: Message = {"role": "assistant", "content": "It is 4."}
-NEW: list[Message] = [{"role": "user", "content": "And 3+3, what is this?"}]
-
-
-def each(body: str) -> str:
-    return "{% for m in messages %}" + body + "{% endfor %}" + PROMPT
-
-
-def prefix_of(
-    renderer: TextRenderer,
-    history: Sequence[Message],
-    written: str,
-    tools: Sequence[Tool] | None = None,
-    end: str = "<|im_end|>",
-) -> tuple[Int32Array, int]:
-    """(Staged prefix, number of sampled ids)."""
-    prompt = renderer.render(history, tools, add_generation_prompt=True, template_kwargs=None)
-    sampled = renderer.encode(written + end)
-    return np.concatenate([renderer.encode(prompt), sampled]), len(sampled)
-
-
-def splice(
-    renderer: TextRenderer,
-    history: Sequence[Message] = HISTORY,
-    assistant: Message = ANSWER,
-    new: Sequence[Message] = NEW,
-    *,
-    tools: Sequence[Tool] | None = None,
-    end: str = "<|im_end|>",
-    terminators: Sequence[str] = ("<|im_end|>",),
-    cache: SpliceCache | None = None,
-) -> SpliceResult:
-    prefix, n_sampled = prefix_of(renderer, history, str(assistant["content"]), tools, end)
-    return structural_suffix(
-        renderer,
-        prefix_token_ids=prefix,
-        n_sampled=n_sampled,
-        history=history,
-        assistant=assistant,
-        new_messages=new,
-        tools=tools,
-        terminator_ids=[renderer.special(t) for t in terminators],
-        cache=cache,
-    )
-
-
-def code_of(*args: Any, **kwargs: Any) -> str:
-    with pytest.raises(SpliceError) as caught:
-        splice(*args, **kwargs)
-    return caught.value.code
-
-
-def text_of(renderer: TextRenderer, result: SpliceResult) -> str:
-    return "".join(renderer.token_text(i) for i in result.suffix_token_ids.tolist())
 
 
 @pytest.mark.parametrize(
@@ -285,121 +218,3 @@ def test_a_date_is_no_obstacle_until_it_changes() -> None:
             cache=cache,
         )
     assert caught.value.code == "opening_changed"
-
-
-def test_texts_that_the_template_trims_or_escapes() -> None:
-    renderer = TextRenderer(each("<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n"))
-    new = [{"role": "user", "content": "  so?\n"}]
-    result = splice(renderer, new=new)
-    assert result.notes == ("trimmed",)
-    assert text_of(renderer, result) == "\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
-    quoting = TextRenderer(
-        each(
-            "<|im_start|>{{ m.role }}\n"
-            "{{ m.content | tojson if m.role == 'user' else m.content }}<|im_end|>\n"
-        )
-    )
-    result = splice(quoting, new=[{"role": "user", "content": '"é"\n'}])
-    assert result.notes == ("json_escaped",)
-
-
-def test_a_terminator_that_is_the_next_header() -> None:
-    specials = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
-    renderer = TextRenderer(GLM, specials)
-    ends = ["<|user|>", "<|observation|>"]
-    result = splice(renderer, end="<|user|>", terminators=ends)
-    assert result.notes == ("terminator_is_header",)
-    assert text_of(renderer, result) == f"\n{NEW[0]['content']}<|assistant|>\n"
-    cut = splice(renderer, end="", terminators=ends)
-    assert text_of(renderer, cut) == f"<|user|>\n{NEW[0]['content']}<|assistant|>\n"
-    code = code_of(renderer, end="<|observation|>", terminators=ends)
-    assert code == "header_terminator_mismatch"
-
-
-def test_history_that_closes_turns_with_a_token_on_which_no_model_stops() -> None:
-    template = (
-        "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
-        "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-    )
-    renderer = TextRenderer(template, ["<|start|>", "<|message|>", "<|end|>", "<|return|>"])
-    answer = {"role": "assistant", "content": "It is 4."}
-    result = splice(renderer, assistant=answer, end="<|return|>", terminators=["<|return|>"])
-    assert result.notes == ("other_terminator",)
-    assert text_of(renderer, result) == (
-        f"<|start|>user<|message|>{NEW[0]['content']}<|end|><|start|>assistant"
-    )
-
-
-def test_a_terminator_that_does_not_stand_apart() -> None:
-    class Merging(TextRenderer):
-        def encode(self, text: str) -> Int32Array:
-            return super().encode(text.replace("x<|im_end|>", "\N{FULL BLOCK}"))
-
-    assert code_of(Merging(BASE + PROMPT)) == "terminator_not_one_token"
-
-
-def test_the_conformance_report_says_wrong_where_it_is() -> None:
-    """A vocabulary whose ids depend on how a text begins: no suffix fits the whole render."""
-
-    class Drifting(TextRenderer):
-        def encode(self, text: str) -> Int32Array:
-            ids = super().encode(text)
-            return ids if text.startswith("<") else np.where(ids == ord("?"), ord("!"), ids)
-
-    renderer = Drifting(BASE + PROMPT)
-    report = conformance_report(renderer, [renderer.special("<|im_end|>")])
-    outcomes = {row.shape: row.outcome for row in report}
-    assert outcomes["plain"] == "wrong"
-    assert outcomes["not ASCII"] == "exact"
-
-
-def test_texts_that_hold_the_marker() -> None:
-    renderer = TextRenderer(BASE + PROMPT)
-    new = [{"role": "user", "content": "zqvend00000zqv and jxknew00000jxk"}]
-    assert "jxknew00000jxk" in text_of(renderer, splice(renderer, new=new))
-    new = [{"role": "user", "content": "zqv jxk wvz"}]
-    assert code_of(renderer, new=new) == "marker_collision"
-
-
-def test_requests_that_are_no_continuation() -> None:
-    renderer = TextRenderer(BASE + PROMPT)
-    assert code_of(renderer, new=[]) == "nothing_new"
-    assert code_of(renderer, new=[ANSWER, *NEW]) == "assistant_in_new"
-    for prefix, n_sampled in (([], 0), ([1, 2], 3), ([1, 2], -1)):
-        with pytest.raises(SpliceError) as caught:
-            structural_suffix(
-                renderer,
-                prefix_token_ids=prefix,
-                n_sampled=n_sampled,
-                history=HISTORY,
-                assistant=ANSWER,
-                new_messages=NEW,
-                terminator_ids=[renderer.special("<|im_end|>")],
-            )
-        assert caught.value.code == "bad_prefix"
-
-
-@pytest.mark.parametrize(
-    ("assistant", "opened"),
-    [
-        ({"role": "assistant", "content": "<think>\nhm"}, ""),
-        ({"role": "assistant", "content": "hm"}, "<think>\n"),
-        ({"role": "assistant", "content": "", "reasoning_content": "hm"}, ""),
-    ],
-)
-def test_a_turn_that_was_cut_off_while_thinking(assistant: Message, opened: str) -> None:
-    renderer = TextRenderer(BASE + PROMPT.replace("assistant\n", f"assistant\n{opened}"))
-    assert code_of(renderer, assistant=assistant, end="") == "cut_inside_reasoning"
-    if assistant["content"]:
-        closed = {**assistant, "content": f"{assistant['content']}\n</think>\n\nIt is"}
-        assert "terminator_inserted" in splice(renderer, assistant=closed, end="").notes
-
-
-def test_every_code_is_explained_in_one_sentence() -> None:
-    assert set(EXPLANATIONS) == set(SpliceCode)
-    for sentence in EXPLANATIONS.values():
-        assert sentence.endswith(".")
-        assert ". " not in sentence
-    page = (Path(__file__).resolve().parents[2] / "docs" / "splice.md").read_text()
-    for code, sentence in EXPLANATIONS.items():
-        assert f"| `{code}` | {sentence} |" in page

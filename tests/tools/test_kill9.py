@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -122,12 +123,18 @@ async def one_life(url: str, rollouts: list[Rollout], pid: int, lives_s: float) 
         await asyncio.gather(*talking)
 
 
-def gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+def stop(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal until nothing is left of the process; it may be gone already.
+
+    The zygote ignores SIGCHLD, so a child that ended is reaped at once and never a zombie.
+    """
+    deadline = time.monotonic() + 60
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        while time.monotonic() < deadline:
+            os.kill(pid, 0)
+            time.sleep(0.01)
+        raise AssertionError(f"process {pid} outlived {number.name}")
 
 
 @pytest.mark.slow
@@ -143,10 +150,7 @@ def test_every_acknowledged_call_survives_twenty_kills(
         try:
             asyncio.run(one_life(url, rollouts, pid, moment.uniform(0.05, 1.5)))
         finally:
-            if not gone(pid):
-                os.kill(pid, signal.SIGKILL)
-        while not gone(pid):
-            time.sleep(0.01)
+            stop(pid)
     pid, url = start(zygote, tmp_path, KILLS)
     try:
         # The last server goes on with every conversation, then stops in order.
@@ -154,7 +158,7 @@ def test_every_acknowledged_call_survives_twenty_kills(
         asyncio.run(finish(url, rollouts))
         assert all(len(r.acknowledged) > n for r, n in zip(rollouts, before, strict=True))
     finally:
-        os.kill(pid, signal.SIGTERM)
+        stop(pid, signal.SIGTERM)
     answers = [answer for rollout in rollouts for answer in rollout.acknowledged]
     assert len(answers) > KILLS
     # After a restart each turn finds the parent that an earlier process staged.

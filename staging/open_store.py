@@ -8,7 +8,7 @@ from importlib import import_module
 
 from tokenplane.schemas.errors import UnsupportedStoreError
 from tokenplane.staging.store import StagingStore
-from tokenplane.staging.store_url import parse_store_url
+from tokenplane.staging.store_url import parse_store_url, shown_url
 
 BACKENDS = {
     "memory": "tokenplane.staging.memory_backend.store:open_memory_store",
@@ -43,7 +43,9 @@ def open_store(url: str, *, clock: Callable[[], float] = time.time) -> StagingSt
     scheme = parsed.scheme or "file"
     if scheme not in BACKENDS:
         raise UnsupportedStoreError(
-            "unknown store URL", expected=f"one of {', '.join(f'{s}:' for s in BACKENDS)}", got=url
+            "unknown store URL",
+            expected=f"one of {', '.join(f'{s}:' for s in BACKENDS)}",
+            got=shown_url(url),
         )
     module, _, function = BACKENDS[scheme].partition(":")
     try:
@@ -52,7 +54,7 @@ def open_store(url: str, *, clock: Callable[[], float] = time.time) -> StagingSt
         extra = EXTRAS.get(scheme)
         hint = f"install tokenplane[{extra}]" if extra else "the installation is incomplete"
         raise UnsupportedStoreError(
-            f"{scheme}: needs the module {exc.name}, {hint}", got=url
+            f"{scheme}: needs the module {exc.name}, {hint}", got=shown_url(url)
         ) from exc
     store: StagingStore = opener(parsed, clock=clock)
     return store

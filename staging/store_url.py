@@ -11,6 +11,13 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from tokenplane.schemas.errors import ConfigError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+# Whatever stands where a login may stand, also in a journal's URL within a URL, also encoded. A
+# Redis password may hold any character by mistake; elsewhere a path may hold an "@" of its own.
+_LOGINS = (
+    (re.compile(r"(?i)(\brediss?(?::|%3a)(?:/|%2f){2}).*(@|%40)", re.DOTALL), r"\1***\2"),
+    (re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]*://)[^/?#@]*@"), r"\1***@"),
+    (re.compile(r"(?i)([?&](?:username|password)=)[^&]*"), r"\1***"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +39,16 @@ class StoreUrl:
         unknown = sorted(self.query.keys() - parsers.keys())
         if unknown:
             raise ConfigError(
-                f"unknown options in {self.text}", expected=sorted(parsers), got=unknown
+                f"unknown options in {shown_url(self.text)}", expected=sorted(parsers), got=unknown
             )
         values = {}
         for name, text in self.query.items():
             try:
                 values[name] = parsers[name](text)
             except ValueError as exc:
-                raise ConfigError(f"option {name} of {self.text}", got=repr(text)) from exc
+                raise ConfigError(
+                    f"option {name} of {shown_url(self.text)}", got=repr(text)
+                ) from exc
         return values
 
 
@@ -58,12 +67,19 @@ def parse_store_url(url: str) -> StoreUrl:
     try:
         split = urlsplit(url)
     except ValueError as exc:
-        raise ConfigError(f"a malformed store URL: {exc}", got=repr(url)) from exc
+        raise ConfigError(f"a malformed store URL: {exc}", got=repr(shown_url(url))) from exc
     pairs = parse_qsl(split.query, keep_blank_values=True)
     query = dict(pairs)
     if len(query) != len(pairs):
-        raise ConfigError("an option is given twice", got=url)
+        raise ConfigError("an option is given twice", got=shown_url(url))
     return StoreUrl(url, scheme, url[match.end() :].partition("?")[0], query)
+
+
+def shown_url(url: str) -> str:
+    """The URL as logs, answers and errors may show it: without a user and a password."""
+    for pattern, replacement in _LOGINS:
+        url = pattern.sub(replacement, url)
+    return url
 
 
 def positive_int(text: str) -> int:

@@ -21,10 +21,9 @@ from tokenplane.engine_adapter.server.config import (
     check_bind,
     parse_config,
     read_config_file,
-    shown_url,
 )
 from tokenplane.schemas.errors import ConfigError, TokenplaneError
-from tokenplane.staging.store_url import parse_store_url
+from tokenplane.staging.store_url import parse_store_url, shown_url
 from tokenplane.tools.command_frame import command_parser
 from tokenplane.tools.serve_parts import open_replica_parts, open_serve_parts
 
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     except (TokenplaneError, OSError) as error:
         code = error.code if isinstance(error, TokenplaneError) else "os_error"
         print(f"tokenplane serve: {code}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 def main(argv: list[str] | None = None) -> int:

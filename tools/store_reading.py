@@ -14,7 +14,7 @@ from tokenplane.schemas.staged_row import STAGED_PARTITION
 from tokenplane.schemas.training_row import TRAINING_PARTITION
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store import StagingStore
-from tokenplane.staging.store_url import parse_store_url
+from tokenplane.staging.store_url import parse_store_url, shown_url
 
 _AT_ONCE = 64
 
@@ -52,7 +52,7 @@ def open_for_reading(url: str) -> StagingStore:
     """
     parsed = parse_store_url(url)
     if parsed.scheme == "memory":
-        raise ConfigError("a memory: store lives in one process only", got=url)
+        raise ConfigError("a memory: store lives in one process only", got=shown_url(url))
     if parsed.scheme == "":
         return open_store(f"{Path(url).absolute().as_uri()}?mode=ro")
     if parsed.scheme == "file" and "mode" not in parsed.query:

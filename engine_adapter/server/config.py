@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -149,8 +148,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def shown_url(url: str) -> str:
-    """A store URL without the user and password that it may hold."""
-    return re.sub(r"^([A-Za-z0-9+.-]+://)[^/@]*@", r"\1***@", url)

@@ -21,12 +21,13 @@ from tokenplane.engine_adapter.chat.text import AnswerText, Detokenize
 from tokenplane.engine_adapter.chat.tool_calls import open_parser
 from tokenplane.engine_adapter.engine import Engine
 from tokenplane.engine_adapter.metrics import ServerMetrics
-from tokenplane.engine_adapter.server.config import ServerConfig, shown_url
+from tokenplane.engine_adapter.server.config import ServerConfig
 from tokenplane.engine_adapter.server.openai_answers import AnswerBuilder
 from tokenplane.engine_adapter.server.openai_sampling import SamplingDefaults, parse_defaults
 from tokenplane.schemas.errors import StoreError
 from tokenplane.schemas.staged_row import STAGED_PARTITION
 from tokenplane.staging.store import StagingStore
+from tokenplane.staging.store_url import shown_url
 from tokenplane.staging.token_sink import TokenSink
 from tokenplane.staging.token_source import TokenSource
 

@@ -47,7 +47,7 @@ from tokenplane.staging.store_types import (
     StoreStats,
     SweepReport,
 )
-from tokenplane.staging.store_url import StoreUrl, one_of, positive_int, seconds
+from tokenplane.staging.store_url import StoreUrl, one_of, positive_int, seconds, shown_url
 
 
 class FileStore:
@@ -256,11 +256,11 @@ def open_file_store(url: StoreUrl, *, clock: Callable[[], float]) -> FileStore:
         if path.startswith("//"):
             host, slash, rest = path[2:].partition("/")
             if host not in ("", "localhost"):
-                raise ConfigError("a file store has no host", got=url.text)
+                raise ConfigError("a file store has no host", got=shown_url(url.text))
             path = slash + rest
         path = unquote(path)
     if not path:
-        raise ConfigError("a file store needs a path", got=url.text)
+        raise ConfigError("a file store needs a path", got=shown_url(url.text))
     options: dict[str, Any] = url.options(
         max_bytes=positive_int,
         full_wait_s=seconds,

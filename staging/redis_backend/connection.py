@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
-from urllib.parse import urlencode, urlsplit, urlunsplit
+from urllib.parse import urlencode
 
-import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AskError,
@@ -33,6 +32,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
+import redis
 from tokenplane.schemas.errors import (
     ConfigError,
     StoreClosedError,
@@ -42,6 +42,7 @@ from tokenplane.schemas.errors import (
     StoreUnavailableError,
 )
 from tokenplane.staging.redis_backend.scripts import Script
+from tokenplane.staging.store_url import shown_url
 
 FIRST_WAIT_S: Final = 0.01
 LONGEST_WAIT_S: Final = 0.5
@@ -81,7 +82,7 @@ class RedisConnection:
         try:
             self._seed = redis.ConnectionPool.from_url(target, **self._options)
         except ValueError as exc:
-            raise ConfigError("not a Redis URL", got=shown(url)) from exc
+            raise ConfigError("not a Redis URL", got=shown_url(url)) from exc
         self._pool = self._seed
         self._others: dict[tuple[str, int], redis.ConnectionPool] = {}
         self._idle: dict[redis.ConnectionPool, list[Any]] = {}
@@ -223,12 +224,3 @@ def to_store_error(error: RedisError) -> StoreError:
     if _is_passing(error) or str(error).startswith("MISCONF"):
         return StoreUnavailableError("the server does not answer", got=got)
     return StoreError("the server refused", got=got)
-
-
-def shown(url: str) -> str:
-    """The URL without its password."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    user = f"{parts.username}:***@" if parts.username else ":***@"
-    return urlunsplit(parts._replace(netloc=user + parts.netloc.rpartition("@")[2]))

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Sequence
 
 import redis
-
 from tokenplane.schemas.staged_row import StagedRow
 
 

@@ -18,7 +18,7 @@ from tokenplane.schemas.errors import (
 )
 from tokenplane.staging.claim_order import check_claim, check_lease
 from tokenplane.staging.redis_backend.claims import RedisClaims
-from tokenplane.staging.redis_backend.connection import RedisConnection, shown
+from tokenplane.staging.redis_backend.connection import RedisConnection
 from tokenplane.staging.redis_backend.durability import check_server
 from tokenplane.staging.redis_backend.hold_scripts import HELD
 from tokenplane.staging.redis_backend.holds import RedisHolds
@@ -46,7 +46,7 @@ from tokenplane.staging.store_types import (
     StoreStats,
     SweepReport,
 )
-from tokenplane.staging.store_url import StoreUrl, one_of, positive_int, seconds
+from tokenplane.staging.store_url import StoreUrl, one_of, positive_int, seconds, shown_url
 
 KEYS_PER_CALL: Final = 500
 TLS_OPTIONS: Final[tuple[str, ...]] = (
@@ -93,7 +93,7 @@ class RedisStore:
     ) -> None:
         if not _NAMESPACE.fullmatch(namespace):
             raise ConfigError("namespace", expected=_NAMESPACE.pattern, got=repr(namespace))
-        self.url = f"{shown(url)}?namespace={namespace}"
+        self.url = f"{shown_url(url)}?namespace={namespace}"
         self._max_bytes = max_bytes
         self._clock = clock
         self._connection = RedisConnection(url, timeout_s=timeout_s, tls=tls or {})

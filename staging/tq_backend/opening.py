@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from tokenplane.schemas.errors import ConfigError, UnsupportedStoreError
 from tokenplane.staging.open_store import open_store
-from tokenplane.staging.store_url import StoreUrl, one_of, positive_int, seconds
+from tokenplane.staging.store_url import StoreUrl, one_of, positive_int, seconds, shown_url
 from tokenplane.staging.tq_backend.options import QueueOptions
 from tokenplane.staging.tq_backend.store import TransferQueueStore
 
@@ -43,12 +43,12 @@ def open_tq_store(url: StoreUrl, *, clock: Callable[[], float]) -> TransferQueue
         raise ConfigError(
             "a tq: URL names a cluster and a journal",
             expected="tq://local|auto|host:port?journal=DIRECTORY or store URL",
-            got=url.text,
+            got=shown_url(url.text),
         )
     for module in ("ray", "transfer_queue"):
         if find_spec(module) is None:
             raise UnsupportedStoreError(
-                f"tq: needs the module {module}, install tokenplane[ray]", got=url.text
+                f"tq: needs the module {module}, install tokenplane[ray]", got=shown_url(url.text)
             )
     given = {name: options[name] for name in ("units", "deadline_s") if name in options}
     queue = QueueOptions(

@@ -42,6 +42,7 @@ from tokenplane.staging.store_types import (
     StoreStats,
     SweepReport,
 )
+from tokenplane.staging.store_url import shown_url
 from tokenplane.staging.tq_backend.payload import Payload, blob_name, row_entry, row_name, unwrap
 from tokenplane.staging.tq_backend.publisher import Publisher
 
@@ -72,7 +73,7 @@ class TransferQueueStore:
         *,
         connect_s: float = 180.0,
     ) -> None:
-        self.url = url
+        self.url = shown_url(url)
         self.durable: Durability = journal.durable
         self.shared: Sharing = journal.shared
         self._journal = journal

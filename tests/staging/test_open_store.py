@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tokenplane.schemas.errors import ConfigError, UnsupportedStoreError
+from tokenplane.schemas.errors import ConfigError, StoreError, UnsupportedStoreError
 from tokenplane.staging.contract_suite.backend import FakeClock, plain_row
 from tokenplane.staging.open_store import BACKENDS, open_store
-from tokenplane.staging.store_url import parse_store_url
+from tokenplane.staging.store_url import parse_store_url, shown_url
 
 
 def test_an_unknown_scheme_names_the_known_ones() -> None:
@@ -56,6 +56,45 @@ def test_a_missing_library_is_named() -> None:
 def test_a_malformed_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         open_store(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://user:pw@host:1/0", "redis://***@host:1/0"),
+        ("redis://:p@/?w@host/0?timeout_s=1", "redis://***@host/0?timeout_s=1"),
+        ("redis://host/0?password=pw&timeout_s=1", "redis://host/0?password=***&timeout_s=1"),
+        ("other://user:pw@host/a@b", "other://***@host/a@b"),
+        ("tq://local?journal=redis://:pw@host:1/0", "tq://local?journal=redis://***@host:1/0"),
+        (
+            "tq://local?journal=redis%3A%2F%2F%3Apw%40host",
+            "tq://local?journal=redis%3A%2F%2F***%40host",
+        ),
+        ("file:///a@b/c", "file:///a@b/c"),
+        ("memory:", "memory:"),
+    ],
+)
+def test_a_url_is_shown_without_its_login(url: str, shown: str) -> None:
+    assert shown_url(url) == shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:s3cret@[::1/0",
+        "redis://:s3c/ret@host/0",
+        "redis://:s3cret@host/abc?timeout_s=x",
+        "redis://:s3cret@host/0?timeout_s=0&timeout_s=1",
+        "redis://host/0?password=s3cret",
+        "nosuch://:s3cret@host",
+        "tq://local?journal=redis://:s3cret@[x",
+        "file://:s3cret@host/x",
+    ],
+)
+def test_a_refused_url_does_not_tell_its_password(url: str) -> None:
+    with pytest.raises((StoreError, ConfigError)) as refused:
+        open_store(url)
+    assert "s3c" not in str(refused.value)
 
 
 def test_a_memory_store_takes_its_options_and_clock() -> None:

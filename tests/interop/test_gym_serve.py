@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from tests.interop.gym_agents import AGENTS
 from tests.interop.gym_engine import collect, find_token_fields
 from tests.interop.gym_process import BACKENDS, GymModelServer
 from tests.interop.gym_proxy import EngineProxy
+from tests.server.serve_process import serve_process
 from tokenplane.engine_adapter.engine_log import read_engine_log
 from tokenplane.staging.open_store import open_store
 
@@ -32,7 +31,7 @@ LIMITS = {
 
 
 @dataclass(frozen=True)
-class ServeProcess:
+class Serve:
     """A running ``tokenplane serve``."""
 
     url: str
@@ -41,26 +40,13 @@ class ServeProcess:
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     folder = tmp_path_factory.mktemp("serve")
     store_url, engine_log = f"file://{folder}/store", folder / "engine.jsonl"
-    command = [
-        *(sys.executable, "-m", "tokenplane.tools.cli", "serve", "--model", "tiny"),
-        *("--store", store_url, "--engine-log", str(engine_log)),
-    ]
     log = folder / "serve.log"
-    with log.open("wb") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-    try:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-        assert ready.startswith("tokenplane: ready "), log.read_text()[-4000:]
-        yield ServeProcess(ready.split()[2], store_url, engine_log)
-    finally:
-        process.terminate()
-        assert process.wait(timeout=60) == 0, log.read_text()[-4000:]
-        assert process.stdout is not None
-        process.stdout.close()
+    with serve_process(store_url, log, "--engine-log", str(engine_log)) as server:
+        yield Serve(server.url, store_url, engine_log)
+        assert server.stop() == 0, log.read_text()[-4000:]
 
 
 @pytest.mark.parametrize("dialect", AGENTS)
@@ -70,7 +56,7 @@ async def test_rows_are_what_the_engine_itself_logged(
     dialect: str,
     gym_servers: dict[str, GymModelServer],
     proxy: EngineProxy,
-    serve: ServeProcess,
+    serve: Serve,
 ) -> None:
     """Sampled bytes that no text gives back, a new weight version per turn: still exact."""
     proxy.route(urlsplit(serve.url).port)
@@ -101,7 +87,7 @@ async def test_rows_are_what_the_engine_itself_logged(
 
 
 async def test_plain_traffic_beside_a_rollout_is_not_captured(
-    gym_servers: dict[str, GymModelServer], proxy: EngineProxy, serve: ServeProcess
+    gym_servers: dict[str, GymModelServer], proxy: EngineProxy, serve: Serve
 ) -> None:
     """Without the capture segment in its URL Gym sends no admission, and nothing is staged."""
     proxy.route(urlsplit(serve.url).port)

@@ -42,6 +42,7 @@ def fleet(tmp_path: Path) -> Iterator[ServeProcess]:
         *("--replicas", "2", "--cpus-per-replica", "0.5", "--weight-version", "5"),
         env={"TOKENPLANE_CONTROL_TOKEN": TOKEN},
         ready_s=480.0,
+        fresh=True,
     ) as server:
         yield server
 

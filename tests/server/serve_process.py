@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+
+from tests.server.forked_serve import ForkedServe, zygote
 
 READY_S = 120.0
 """Importing torch and megatron-core takes most of it where other tests run at the same time."""
@@ -20,11 +22,15 @@ READY_S = 120.0
 class ServeProcess:
     """A started server; ``url`` is what its ready line named."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes] | ForkedServe
     url: str
     ready_line: str
-    output: list[str] = field(default_factory=list)
-    """Lines on stdout after the ready line."""
+    stdout: Path
+
+    @property
+    def output(self) -> list[str]:
+        """Lines on stdout after the ready line."""
+        return self.stdout.read_text().splitlines()[1:]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and wait for the end; gives the exit status."""
@@ -39,31 +45,42 @@ def serve_process(
     *arguments: str,
     env: dict[str, str] | None = None,
     ready_s: float = READY_S,
+    fresh: bool = False,
 ) -> Iterator[ServeProcess]:
-    """A server over the tiny model; killed at the end if the test has not stopped it."""
-    command = [sys.executable, "-m", "tokenplane.tools.cli", "serve", "--model", "tiny"]
-    with log.open("a") as errors:
-        process = subprocess.Popen(
-            [*command, "--store", store, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=os.environ | (env or {}),
-        )
+    """A server over the tiny model; killed at the end if the test has not stopped it.
+
+    ``fresh`` starts the installed command itself and not a fork of a process that has imported
+    everything: as users do, and several seconds later.
+    """
+    argv = ["--model", "tiny", "--store", store, *arguments]
+    out = log.with_name(f"{log.name}.{time.monotonic_ns()}.out")
+    if fresh:
+        command = [sys.executable, "-m", "tokenplane.tools.cli", "serve", *argv]
+        with out.open("wb") as output, log.open("ab") as errors:
+            process: subprocess.Popen[bytes] | ForkedServe = subprocess.Popen(
+                command, stdout=output, stderr=errors, env=os.environ | (env or {})
+            )
+    else:
+        process = zygote().fork(argv, out=out, err=log, env=env or {})
     try:
-        assert process.stdout is not None
-        timer = threading.Timer(ready_s, process.kill)
-        timer.start()
-        line = process.stdout.readline()
-        timer.cancel()
-        assert line.startswith("tokenplane: ready http://"), (line, log.read_text())
-        server = ServeProcess(process, line.split()[2], line.strip())
-        reader = threading.Thread(target=server.output.extend, args=(process.stdout,), daemon=True)
-        reader.start()
-        yield server
+        line = _ready_line(process, out, log, ready_s)
+        yield ServeProcess(process, line.split()[2], line, out)
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        process.kill()
+        process.wait(60)
+
+
+def _ready_line(
+    process: subprocess.Popen[bytes] | ForkedServe, out: Path, log: Path, ready_s: float
+) -> str:
+    end = time.monotonic() + ready_s
+    while True:
+        ended = process.poll() is not None
+        text = out.read_text() if out.exists() else ""
+        if text.endswith("\n"):
+            line = text.splitlines()[0]
+            assert line.startswith("tokenplane: ready http://"), (line, log.read_text())
+            return line
+        assert not ended, log.read_text()
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.02)

@@ -49,7 +49,7 @@ def manifest(url: str, rollout: str) -> RolloutManifest:
 def test_the_openai_client_rolls_out_streams_and_restarts(tmp_path: Path) -> None:
     store, log = f"file://{tmp_path}/store", tmp_path / "log"
     messages: list[Any] = [{"role": "user", "content": "Count."}]
-    with serve_process(store, log, "--weight-version", "5") as server:
+    with serve_process(store, log, "--weight-version", "5", fresh=True) as server:
         assert server.ready_line.endswith(f"(model tokenplane/tiny, store {store})")
         assert httpx.get(f"{server.url}/health").status_code == 200
         client = agent(server.url, "r1")

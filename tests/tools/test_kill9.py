@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.server.serve_process import ServeProcess, serve_process
 from tokenplane.schemas.staged_row import parse_staged_row
 from tokenplane.staging import open_store
 
@@ -76,89 +73,35 @@ async def converse(client: httpx.AsyncClient, rollout: Rollout) -> None:
         rollout.take(reply.headers["x-tokenplane-capture"], served)
 
 
-@pytest.fixture
-def zygote() -> Iterator[subprocess.Popen[str]]:
-    script = Path(__file__).with_name("serve_zygote.py")
-    with subprocess.Popen(
-        [sys.executable, str(script)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
-def start(zygote: subprocess.Popen[str], folder: Path, number: int) -> tuple[int, str]:
-    """A new server on the same store: its pid and URL."""
-    out, err = folder / f"{number}.out", folder / f"{number}.err"
-    arguments = f"--model tiny --store file://{folder}/store --port 0"
-    assert zygote.stdin is not None
-    assert zygote.stdout is not None
-    zygote.stdin.write(f"{out}\t{err}\t{arguments}\n")
-    zygote.stdin.flush()
-    pid = int(zygote.stdout.readline())
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        words = out.read_text().split() if out.exists() else []
-        if words[:2] == ["tokenplane:", "ready"]:
-            return pid, words[2]
-        time.sleep(0.02)
-    raise AssertionError(f"server {number} did not start: {err.read_text()[-2000:]}")
-
-
-async def one_life(url: str, rollouts: list[Rollout], pid: int, lives_s: float) -> None:
+async def one_life(server: ServeProcess, rollouts: list[Rollout], lives_s: float) -> None:
     """Load until the kill; every conversation must have met the end of the connection."""
     limits = httpx.Limits(max_connections=ROLLOUTS)
     async with httpx.AsyncClient(
-        base_url=url, timeout=30, limits=limits, trust_env=False
+        base_url=server.url, timeout=30, limits=limits, trust_env=False
     ) as client:
         talking = [asyncio.ensure_future(converse(client, rollout)) for rollout in rollouts]
         await asyncio.sleep(lives_s)
-        os.kill(pid, signal.SIGKILL)
+        server.process.kill()
         await asyncio.gather(*talking)
-
-
-def stop(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal until nothing is left of the process; it may be gone already.
-
-    The zygote ignores SIGCHLD, so a child that ended is reaped at once and never a zombie.
-    """
-    deadline = time.monotonic() + 60
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-        while time.monotonic() < deadline:
-            os.kill(pid, 0)
-            time.sleep(0.01)
-        raise AssertionError(f"process {pid} outlived {number.name}")
 
 
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(600)
-def test_every_acknowledged_call_survives_twenty_kills(
-    zygote: subprocess.Popen[str], tmp_path: Path
-) -> None:
+def test_every_acknowledged_call_survives_twenty_kills(tmp_path: Path) -> None:
     moment = random.Random(20)
     rollouts = [Rollout(f"r{i}", keyed=i % 2 == 0) for i in range(ROLLOUTS)]
-    for number in range(KILLS):
-        pid, url = start(zygote, tmp_path, number)
-        try:
-            asyncio.run(one_life(url, rollouts, pid, moment.uniform(0.05, 1.5)))
-        finally:
-            stop(pid)
-    pid, url = start(zygote, tmp_path, KILLS)
-    try:
+    store, log = f"file://{tmp_path}/store", tmp_path / "log"
+    for _ in range(KILLS):
+        with serve_process(store, log) as server:
+            asyncio.run(one_life(server, rollouts, moment.uniform(0.05, 1.5)))
+            assert server.process.wait(60) == -signal.SIGKILL
+    with serve_process(store, log) as server:
         # The last server goes on with every conversation, then stops in order.
         before = [len(rollout.acknowledged) for rollout in rollouts]
-        asyncio.run(finish(url, rollouts))
+        asyncio.run(finish(server.url, rollouts))
         assert all(len(r.acknowledged) > n for r, n in zip(rollouts, before, strict=True))
-    finally:
-        stop(pid, signal.SIGTERM)
+        assert server.stop() == 0
     answers = [answer for rollout in rollouts for answer in rollout.acknowledged]
     assert len(answers) > KILLS
     # After a restart each turn finds the parent that an earlier process staged.

@@ -17,8 +17,9 @@ GYM_OUT ?= gym-e2e-out
 # make gym-e2e GYM_MODEL=smollm2: a real model, no scripted answers. GYM_LEDGER=gym: the stock one.
 GYM_MODEL ?= scripted
 GYM_LEDGER ?= ours
-# Two workers; everything marked `engine` shares one of them (tests/conftest.py).
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+# Workers of a test run: many tests wait for processes, so one more than the cores they are held to.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 # More for pytest: make test PYTEST_ARGS="-k splice"
 PYTEST_ARGS ?=
 

@@ -1,12 +1,15 @@
-"""What every test shares: rewritten asserts, hypothesis profiles, one worker for the engines."""
+"""What every test shares: rewritten asserts, hypothesis profiles, the order of the tests."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.scheduling import TogetherScheduling, slow_first
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,9 +31,13 @@ settings.register_profile("ci", parent=settings.get_profile("local"), derandomiz
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own implementation
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherScheduling:
+    """Several workers: hand out what belongs together, in the order of the collection."""
+    config.option.loadscopereorder = False
+    return TogetherScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests that run a real model on one worker: one torch, one engine at a time."""
-    for item in items:
-        if item.get_closest_marker("engine") and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group("engine"))
+    """The same order in one process and in several."""
+    slow_first(items)

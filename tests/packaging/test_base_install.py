@@ -11,7 +11,7 @@ import pytest
 from bootstrap import private_uv
 from interpreters import find_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+pytestmark = pytest.mark.slow
 
 # 3.13 is tested wherever one is found; 3.12 is what the tests themselves run on.
 VERSIONS = [v for v in ("3.12", "3.13") if find_python(v, private_uv()) is not None]

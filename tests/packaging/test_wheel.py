@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 # Built once, so all its tests stay on the worker that built it.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tokenplane.staging.contract_suite.backend import StoreBackend
 from tokenplane.staging.contract_suite.stateful import run_random_operations
 from tokenplane.staging.testing import SharedStoreContract
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class TestTransferQueueStore(SharedStoreContract):

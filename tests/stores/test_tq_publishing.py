@@ -31,7 +31,7 @@ from tokenplane.staging.tq_backend.runtime import connect
 from tokenplane.staging.tq_backend.store import TransferQueueStore
 from tokenplane.staging.tq_backend.transport import ManagerTransport
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 WAIT_S = 60.0
 MEDIA = bytes(range(256)) * 4096

@@ -36,7 +36,7 @@ from tokenplane.staging.tq_backend.store import TransferQueueStore
 if TYPE_CHECKING:
     from tokenplane.staging.tq_backend.link import QueueLink
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RECOVERY_S = 300.0
 

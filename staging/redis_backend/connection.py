@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, Final
 from urllib.parse import urlencode
 
+import redis
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AskError,
@@ -32,7 +33,6 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-import redis
 from tokenplane.schemas.errors import (
     ConfigError,
     StoreClosedError,

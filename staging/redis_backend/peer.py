@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 
 import redis
+
 from tokenplane.schemas.staged_row import StagedRow
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 import redis
+
 from tests.stores.redis_server import RedisServer
 from tokenplane.staging.contract_suite.backend import StoreBackend
 from tokenplane.staging.open_store import open_store

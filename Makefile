@@ -7,6 +7,9 @@ SHELL := /bin/sh
 TOKENPLANE_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tokenplane
 export TOKENPLANE_CACHE
 
+# Every process that imports torch and megatron-core would compile them again: eight seconds each.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Another Python >= 3.11 to start from: make install PYTHON=/path/to/python3
 PYTHON ?=
 export PYTHON

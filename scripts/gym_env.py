@@ -90,8 +90,8 @@ def make_gym_env(kind: Kind = LIGHT) -> Path:
         base = find_python(kind.python_version, uv) or fetch_python(kind.python_version, uv)
         _run(uv, "venv", "--quiet", "--clear", "--no-project", "--python", base, folder)
         _run(
-            *(uv, "pip", "sync", "--quiet", "--python", python, "--require-hashes"),
-            *("--build-constraints", BUILD_LOCK, kind.locks[0]),
+            *(uv, "pip", "sync", "--quiet", "--compile-bytecode", "--python", python),
+            *("--require-hashes", "--build-constraints", BUILD_LOCK, kind.locks[0]),
         )
         # uv cannot look away from Requires-Python; pip, itself from the lock above, can.
         _run(

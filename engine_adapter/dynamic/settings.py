@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from tokenplane.engine_adapter.config_errors import LONGEST_TIMEOUT_S, config_error
 from tokenplane.engine_adapter.engine import EngineInfo
 from tokenplane.schemas.errors import ConfigError
 
@@ -14,7 +15,9 @@ from tokenplane.schemas.errors import ConfigError
 class DynamicSettings(BaseModel):
     """One engine's limits and policies."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     max_sequence_length: int | None = Field(default=None, ge=2)
     """Prompt and generation together; None takes the model's."""
@@ -44,10 +47,10 @@ class DynamicSettings(BaseModel):
     switch_interval_s: float = Field(default=0.0005, gt=0)
     """How long another thread may keep Python's interpreter lock while the engine waits for it;
     for the whole process. Python's own 5 ms is half a decoding step, several times a step."""
-    start_timeout_s: float = Field(default=300.0, gt=0)
+    start_timeout_s: float = Field(default=300.0, gt=0, le=LONGEST_TIMEOUT_S)
     """For building the engine, the capture of its CUDA graphs included."""
 
-    coordinator_timeout_s: float = Field(default=30.0, gt=0)
+    coordinator_timeout_s: float = Field(default=30.0, gt=0, le=LONGEST_TIMEOUT_S)
     """How long the coordinator may forward nothing while a request is under way."""
 
     @model_validator(mode="after")
@@ -74,9 +77,7 @@ def parse_settings(values: dict[str, Any]) -> DynamicSettings:
     try:
         return DynamicSettings.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        name = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{name}: {first['msg']}", key=name) from error
+        raise config_error(error) from error
 
 
 def inference_config(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tokenplane.engine_adapter.config_errors import LONGEST_TIMEOUT_S
+
 
 class ReplicaSettings(BaseModel):
     """Frozen; unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     replicas: int = Field(default=2, ge=1)
     """Workers, each an actor with an engine of its own."""
@@ -24,13 +28,13 @@ class ReplicaSettings(BaseModel):
     """GPUs that Ray gives to each worker."""
     max_in_flight: int = Field(default=1024, ge=1)
     """Model calls at once on each worker; further ones wait in the proxy."""
-    start_timeout_s: float = Field(default=600.0, gt=0)
+    start_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_TIMEOUT_S)
     """Until every worker answers."""
-    drain_timeout_s: float = Field(default=30.0, gt=0)
+    drain_timeout_s: float = Field(default=30.0, gt=0, le=LONGEST_TIMEOUT_S)
     """How long running calls may go on when everything stops."""
-    stop_timeout_s: float = Field(default=60.0, gt=0)
+    stop_timeout_s: float = Field(default=60.0, gt=0, le=LONGEST_TIMEOUT_S)
     """For Serve and Ray to end, after the drain."""
-    health_period_s: float = Field(default=2.0, gt=0)
+    health_period_s: float = Field(default=2.0, gt=0, le=LONGEST_TIMEOUT_S)
     """How often Serve looks whether a worker lives; one that does not is started again."""
-    health_timeout_s: float = Field(default=60.0, gt=0)
+    health_timeout_s: float = Field(default=60.0, gt=0, le=LONGEST_TIMEOUT_S)
     """A worker that does not answer Serve for so long is taken for dead."""

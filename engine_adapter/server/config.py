@@ -11,13 +11,16 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tokenplane.engine_adapter.chat.tool_calls import ParserName
+from tokenplane.engine_adapter.config_errors import LONGEST_TIMEOUT_S, config_error
 from tokenplane.schemas.errors import ConfigError
 
 
 class ServerConfig(BaseModel):
     """What ``tokenplane serve`` runs with; a flag or a key of the configuration file each."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     model: str = "smollm2"
     """What to load: see ``models.source.MODEL_SPECS``."""
@@ -51,7 +54,7 @@ class ServerConfig(BaseModel):
     """CPUs that Ray sets aside for each of several workers."""
     gpus_per_replica: float = Field(default=0.0, ge=0)
     """GPUs that Ray gives to each of several workers."""
-    start_timeout_s: float = Field(default=600.0, gt=0)
+    start_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_TIMEOUT_S)
     """Until every one of several workers answers."""
 
     tool_parser: ParserName = "auto"
@@ -73,13 +76,13 @@ class ServerConfig(BaseModel):
     max_live_requests: int = Field(default=64, ge=1)
     """Computed together; more wait in order."""
 
-    request_timeout_s: float = Field(default=600.0, gt=0)
+    request_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_TIMEOUT_S)
     """For one answer, waiting for the engine included."""
-    control_timeout_s: float = Field(default=30.0, gt=0)
+    control_timeout_s: float = Field(default=30.0, gt=0, le=LONGEST_TIMEOUT_S)
     """For one control call."""
-    drain_timeout_s: float = Field(default=30.0, gt=0)
+    drain_timeout_s: float = Field(default=30.0, gt=0, le=LONGEST_TIMEOUT_S)
     """How long a stopping server lets running calls finish."""
-    heartbeat_s: float = Field(default=15.0, gt=0)
+    heartbeat_s: float = Field(default=15.0, gt=0, le=LONGEST_TIMEOUT_S)
     """A stream with nothing to say for so long sends a comment, so that no proxy cuts it."""
     max_body_bytes: int = Field(default=32 * 2**20, ge=1024)
     """Larger requests get 413."""
@@ -102,9 +105,7 @@ def parse_config(values: dict[str, Any]) -> ServerConfig:
     try:
         return ServerConfig.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        name = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{name}: {first['msg']}", key=name) from error
+        raise config_error(error) from error
 
 
 def read_config_file(path: Path) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from tokenplane.schemas.errors import ConfigError
+from tokenplane.engine_adapter.config_errors import LONGEST_TIMEOUT_S, config_error
 
 CoordinatorPolicyName = Literal["load_balanced", "first_prefix_block", "longest_prefix"]
 
@@ -15,7 +15,7 @@ CoordinatorPolicyName = Literal["load_balanced", "first_prefix_block", "longest_
 class _Section(BaseModel):
     # Strict: "64" is no number of requests, and 1 no switch.
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
@@ -73,6 +73,15 @@ class MegatronGenerationConfig(_Section):
     use_coordinator: bool = True
     """Send requests through Megatron's coordinator; False steps the engine directly."""
 
+    @model_validator(mode="after")
+    def _kept_prefixes_show(self) -> MegatronGenerationConfig:
+        if self.keep_prefix_cache_after_weight_updates and self.enable_chunked_prefill:
+            raise ValueError(
+                "keep_prefix_cache_after_weight_updates with enable_chunked_prefill: a later chunk "
+                "may find a stale block, which the KV epochs would not show"
+            )
+        return self
+
 
 class GenerationConfig(_Section):
     """How answers are generated during a run."""
@@ -99,11 +108,11 @@ class GenerationConfig(_Section):
     """What the engine starts with; see ``configure_generation_config``."""
     speculative_decoding: bool = False
     """A drafter proposes tokens."""
-    control_timeout_s: float = Field(default=60.0, gt=0)
+    control_timeout_s: float = Field(default=60.0, gt=0, le=LONGEST_TIMEOUT_S)
     """For pause, suspend, resume and the like."""
-    start_timeout_s: float = Field(default=300.0, gt=0)
+    start_timeout_s: float = Field(default=300.0, gt=0, le=LONGEST_TIMEOUT_S)
     """For the engine with its CUDA graphs, and for the HTTP server."""
-    request_timeout_s: float = Field(default=1800.0, gt=0)
+    request_timeout_s: float = Field(default=1800.0, gt=0, le=LONGEST_TIMEOUT_S)
     """For one batch of answers. The time that a colocated engine stands down is not counted."""
     megatron: MegatronGenerationConfig = MegatronGenerationConfig()
     """The engine's own part."""
@@ -114,6 +123,4 @@ def parse_generation_config(values: Mapping[str, Any]) -> GenerationConfig:
     try:
         return GenerationConfig.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        name = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{name}: {first['msg']}", key=name) from error
+        raise config_error(error) from error

@@ -43,6 +43,17 @@ def config_of(**megatron: Any) -> Any:
     return parse_generation_config({"megatron": megatron})
 
 
+def test_a_refusal_shows_what_came_but_no_value_of_an_unknown_key() -> None:
+    with pytest.raises(ConfigError, match=r"max_new_tokens: .* got '64'; key 'max_new_tokens'"):
+        parse_generation_config({"max_new_tokens": "64"})
+    with pytest.raises(ConfigError) as refusal:
+        parse_generation_config({"api_key": "hunter2"})
+    assert refusal.value.key == "api_key"
+    assert "hunter2" not in str(refusal.value)
+    with pytest.raises(ConfigError, match=r"^Input should be a valid dictionary .*got \[\]$"):
+        parse_generation_config([])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("values", "key"),
     [
@@ -55,6 +66,18 @@ def config_of(**megatron: Any) -> Any:
         ({"colocated": 1}, "colocated"),
         ({"stop_token_ids": ["7"]}, "stop_token_ids"),
         ({"megatron": {"expose_http_server": "yes"}}, "expose_http_server"),
+        ({"temperature": float("inf")}, "temperature: .* got inf"),
+        ({"request_timeout_s": float("inf")}, "request_timeout_s"),
+        ({"start_timeout_s": 1e12}, "start_timeout_s"),
+        (
+            {
+                "megatron": {
+                    "keep_prefix_cache_after_weight_updates": True,
+                    "enable_chunked_prefill": True,
+                }
+            },
+            "megatron: .*keep_prefix_cache_after_weight_updates with enable_chunked_prefill",
+        ),
     ],
 )
 def test_unknown_keys_and_values_are_refused_by_name(values: dict[str, Any], key: str) -> None:

@@ -89,7 +89,16 @@ def test_other_hosts_need_a_token(host: str, loopback: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{"unknown": 1}, {"port": -1}, {"tool_parser": "xml"}, {"request_timeout_s": 0}]
+    "values",
+    [
+        {"unknown": 1},
+        {"port": -1},
+        {"tool_parser": "xml"},
+        {"request_timeout_s": 0},
+        {"drain_timeout_s": float("inf")},
+        {"control_timeout_s": 1e12},
+        {"temperature": float("inf")},
+    ],
 )
 def test_bad_settings_are_named(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):

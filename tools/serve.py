@@ -84,7 +84,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         if config.replicas > 1:
             return _serve_replicas(config, control_token, api_key)
-        return asyncio.run(_serve(config, control_token, api_key))
+        # While the model loads nothing must end in order, and no event loop would hear of Ctrl-C.
+        before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+        try:
+            return asyncio.run(_serve(config, control_token, api_key))
+        finally:
+            signal.signal(signal.SIGINT, before)
     except (TokenplaneError, OSError) as error:
         code = error.code if isinstance(error, TokenplaneError) else "os_error"
         print(f"tokenplane serve: {code}: {error}", file=sys.stderr)
@@ -149,6 +154,14 @@ def _serve_replicas(config: ServerConfig, control_token: str | None, api_key: st
         for number in _SIGNALS:  # the second one does not wait: Ray dies with this process
             signal.signal(number, signal.SIG_DFL)
 
+    def interrupt(number: int, _frame: Any) -> None:
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
+        print("tokenplane serve: interrupted while starting", file=sys.stderr)
+        raise SystemExit(128 + number)
+
+    for number in _SIGNALS:
+        signal.signal(number, interrupt)
     with _stdout_kept() as stdout:
         serving = ReplicaServing(
             functools.partial(open_replica_parts, config, _cache_dir(config)),
@@ -197,9 +210,10 @@ def _bound(config: ServerConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
-    except OSError:
+    except OSError as error:
         listener.close()
-        raise
+        at = f"{config.host} port {config.port}"
+        raise OSError(error.errno, f"{error.strerror}: {at}") from error
     return listener
 
 

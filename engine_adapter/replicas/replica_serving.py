@@ -15,7 +15,7 @@ import httpx
 import ray
 from ray import serve
 
-from tokenplane.engine_adapter.replicas.local_ray import RayLink
+from tokenplane.engine_adapter.replicas.local_ray import LOCAL, RayLink
 from tokenplane.engine_adapter.replicas.replica_settings import ReplicaSettings
 from tokenplane.engine_adapter.replicas.serving_replica import (
     APPLICATION,
@@ -67,6 +67,8 @@ class ReplicaServing:
         self._token = control_token
         self._closed = False
         self._link: RayLink | None = None
+        self._link_tried = threading.Event()
+        self._link_unwanted = False
         self._port = _free_port(settings.host, settings.port)
         shown = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.base_url = f"http://{shown}:{self._port}"
@@ -76,9 +78,10 @@ class ReplicaServing:
         try:
             self._start(open_parts, control_token, api_key, ends)
             self._await_everyone(ends)
-        except BaseException:
+        except BaseException as error:
+            # Who interrupts a start does not want to wait for Serve, whose workers still load.
             with contextlib.suppress(TokenplaneError):
-                self.close(drain_timeout_s=0.0)
+                self._close(0.0, ask_serve=isinstance(error, Exception))
             raise
 
     def report_dp_openai_server_base_url(self) -> str:
@@ -138,16 +141,23 @@ class ReplicaServing:
         Raises:
             DeadlineError: something did not end in time; a process that was left has been killed.
         """
+        drain_s = self._settings.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
+        self._close(drain_s, ask_serve=True)
+
+    def _close(self, drain_s: float, *, ask_serve: bool) -> None:
+        """``ask_serve`` False ends a Ray of our own without a word to Serve."""
         if self._closed:
             return
         self._closed = True
-        drain_s = self._settings.drain_timeout_s if drain_timeout_s is None else drain_timeout_s
         limit = self._settings.stop_timeout_s
+        local = self._settings.ray_address == LOCAL
+        if local and not self._link_tried.wait(limit):
+            self._link_unwanted = True
         link = self._link
         if link is None:
             return
         try:
-            if ray.is_initialized():
+            if ray.is_initialized() and (ask_serve or not local):
                 if drain_s > 0:
                     _drain(drain_s)
                 _within(limit, "stop Ray Serve", serve.shutdown)
@@ -163,9 +173,13 @@ class ReplicaServing:
         results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def start() -> None:
-            self._link = RayLink(settings.ray_address, cpus=cpus, ends=ends)
+            try:
+                self._link = RayLink(settings.ray_address, cpus=cpus, ends=ends)
+            finally:
+                self._link_tried.set()
             if self._closed:  # the deadline passed meanwhile
-                self._link.close(settings.stop_timeout_s)
+                if self._link_unwanted or settings.ray_address != LOCAL:
+                    self._link.close(settings.stop_timeout_s)
                 return
             if _serve_runs():
                 raise ConfigError("the cluster has Ray Serve already", got=settings.ray_address)
@@ -279,7 +293,10 @@ def _free_port(host: str, port: int) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror}: {host} port {port}") from error
         found: int = probe.getsockname()[1]
         return found
 

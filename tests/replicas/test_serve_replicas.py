@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from openai import OpenAI
 
 from tests.replicas.gym_admission import admission
 from tests.server.serve_process import ServeProcess, serve_process
-from tokenplane.engine_adapter.replicas.process_tree import await_gone, descendants
+from tokenplane.engine_adapter.replicas.process_tree import await_gone, command_of, descendants
 from tokenplane.schemas.manifest import RolloutManifest
 from tokenplane.schemas.staged_row import parse_staged_row
 from tokenplane.staging import open_store
@@ -151,6 +153,34 @@ def test_one_base_url_for_all_and_a_killed_worker_loses_nothing(
         assert probe.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) != 0
     check_store(tmp_path, talks)
     assert verify.main([f"{tmp_path}/store"]) == 0, capsys.readouterr().out
+
+
+def test_a_signal_while_ray_starts_leaves_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tokenplane.tools.cli", "serve", "--model", "tiny"]
+    command += ["--store", f"file://{tmp_path}/store", "--replicas", "2"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        ends = time.monotonic() + WAIT_S
+        below: dict[int, str] = {}
+        while not any("raylet/raylet" in command_of(pid) for pid in below):
+            assert time.monotonic() < ends, [command_of(pid) for pid in below]
+            time.sleep(0.1)
+            below = descendants([process.pid])
+        process.send_signal(signal.SIGTERM)
+        while process.poll() is None:
+            assert time.monotonic() < ends
+            below |= descendants([process.pid])
+            time.sleep(0.05)
+        left = await_gone(below, 5.0)
+        assert not left, [command_of(pid) for pid in left]
+        assert process.returncode == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+    said = (tmp_path / "log").read_text()
+    assert "tokenplane serve: interrupted while starting" in said
+    assert "Traceback" not in said
 
 
 def the_same_routes(url: str) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from tokenplane.engine_adapter.server.server_http import run_http
 from tokenplane.schemas.manifest import RolloutManifest
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.token_source import TokenSource
+from tokenplane.tools import serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -164,6 +167,31 @@ def test_a_signal_lets_running_calls_finish_and_takes_no_more(tmp_path: Path) ->
     with open_store(store) as reopened:
         (record,) = Ledger(reopened).manifest("r1").records
         assert record.response_id == answers[0].json()["id"]
+
+
+def test_ctrl_c_while_the_model_loads_ends_at_once_and_prints_no_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tokenplane.tools.cli", "serve", "--model", "tiny"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        maps = Path(f"/proc/{process.pid}/maps")
+        wait_for(lambda: "libtorch" in maps.read_text(), 120)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == -signal.SIGINT
+    finally:
+        process.kill()
+        process.wait()
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for more in ((), ("--replicas", "2", "--store", f"file://{tmp_path}/store")):
+            assert serve.main(["--model", "tiny", "--port", port, *more]) == 1
+            said = capsys.readouterr().err
+            assert said.startswith("tokenplane serve: os_error: ")
+            assert said.endswith(f"Address already in use: 127.0.0.1 port {port}\n")
 
 
 def test_a_call_that_outlasts_the_drain_is_recorded(tmp_path: Path) -> None:

@@ -61,8 +61,8 @@ class MegatronDynamicEngine(ControlledEngine[DynamicLoop]):
         every request through its client. ``megatron_extra``: further fields of Megatron's
         ``InferenceConfig``.
 
-        Raises: ConfigError; DeadlineError if the start takes longer than its setting; what Megatron
-        raises.
+        Raises: ConfigError; EngineStateError if this process has another one; DeadlineError if the
+        start takes longer than its setting; what Megatron raises.
         """
         settings = settings or DynamicSettings()
         device = next(model.parameters()).device

@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from tokenplane.engine_adapter.engine import EngineState, GenerationResult
 from tokenplane.engine_adapter.engine_thread import EngineThread, Outcome
 from tokenplane.schemas.errors import (
     DeadlineError,
+    EngineStateError,
     RequestCancelledError,
     RequestRejectedError,
 )
@@ -32,6 +34,10 @@ from tokenplane.schemas.errors import (
 _log = logging.getLogger("tokenplane.engine")
 
 BuildCore = Callable[[], HookedEngine]
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Held while this process has a dynamic engine: Megatron's inference mode, its recorded routers and
+its CUDA graphs are globals, and a second engine's end would give the first one other answers."""
 
 
 class DynamicLoop(EngineThread):
@@ -54,8 +60,8 @@ class DynamicLoop(EngineThread):
     def start(self, timeout_s: float) -> None:
         """Build the engine on its thread (CUDA graphs are captured there).
 
-        Raises: what the building raised; DeadlineError, after which the thread ends, and frees what
-        it has, as soon as it can.
+        Raises: what the building raised; EngineStateError if this process has another engine;
+        DeadlineError, after which the thread ends, and frees what it has, as soon as it can.
         """
         self._thread.start()
         try:
@@ -85,7 +91,8 @@ class DynamicLoop(EngineThread):
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._main())
+            with _alone():
+                asyncio.run(self._main())
         except BaseException as error:  # noqa: BLE001 - whoever waits for the start is told
             self._end(EngineState.DEAD, error, self._waiters)
             if not self._started.done():
@@ -238,3 +245,18 @@ class DynamicLoop(EngineThread):
             kv_bytes=0,
             **{name: getattr(self._count, name) for name in names},
         )
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Raises: EngineStateError while another engine of this process has not ended."""
+    if not _ONE_AT_A_TIME.acquire(blocking=False):
+        raise EngineStateError(
+            "this process has a dynamic engine already",
+            expected="one at a time: close the other first",
+            got=EngineState.RUNNING.value,
+        )
+    try:
+        yield
+    finally:
+        _ONE_AT_A_TIME.release()

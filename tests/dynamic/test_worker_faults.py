@@ -299,3 +299,20 @@ def test_a_follower_hosts_no_server(make_worker: MakeWorker) -> None:
         follower = make_worker(store, leader=False, megatron={"expose_http_server": True})
         assert serving(follower).state() is EngineState.RUNNING
         assert follower.report_dp_openai_server_base_url() is None
+
+
+def test_a_second_engine_in_the_process_is_refused_and_the_first_answers_as_before(
+    make_worker: MakeWorker,
+) -> None:
+    first, second = make_worker(), make_worker()
+    first.prepare_for_generation()
+    expected = first.generate(data=DATA, greedy=True)["output_ids"]
+    for _ in range(2):
+        with pytest.raises(EngineStateError, match="one at a time"):
+            second.prepare_for_generation()
+        assert second.engine is None
+    second.shutdown()
+    assert torch.equal(first.generate(data=DATA, greedy=True)["output_ids"], expected)
+    first.shutdown()
+    second.prepare_for_generation()
+    assert torch.equal(second.generate(data=DATA, greedy=True)["output_ids"], expected)

@@ -111,7 +111,7 @@ class ControlledEngine[ThreadT: EngineThread](ABC):
         self, version: int, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> None:
         """See ``Engine.set_weight_version``. The version that it has already changes nothing."""
-        _check_version(version)
+        check_version(version)
         await self._control("set_weight_version", lambda: self._set_version(version), timeout_s)
 
     async def update_weights(
@@ -128,7 +128,7 @@ class ControlledEngine[ThreadT: EngineThread](ABC):
         Caches of live requests are kept, and their KV epochs say so: suspend("recompute") round the
         update where that matters.
         """
-        _check_version(version)
+        check_version(version)
 
         def action() -> None:
             try:
@@ -202,8 +202,10 @@ class ControlledEngine[ThreadT: EngineThread](ABC):
         await waiter
 
 
-def _check_version(version: int) -> None:
-    if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+def check_version(version: int) -> None:
+    """Raises: RequestRejectedError for what no epoch column (int64) can hold."""
+    whole = isinstance(version, int) and not isinstance(version, bool)
+    if not whole or not 0 <= version < 2**63:
         raise RequestRejectedError(
-            "a weight version is an integer >= 0", expected=">= 0", got=repr(version)
+            "a weight version is an integer >= 0", expected="0 <= version < 2^63", got=repr(version)
         )

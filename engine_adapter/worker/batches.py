@@ -68,8 +68,8 @@ def to_requests(
     Raises: RequestRejectedError for a batch whose parts do not fit each other, or padded on the
     left.
     """
-    ids = np.asarray(data["input_ids"])
-    lengths = np.asarray(data["input_lengths"])
+    ids = _integers(data, "input_ids")
+    lengths = _integers(data, "input_lengths")
     if ids.ndim != 2 or lengths.shape != (ids.shape[0],):
         raise RequestRejectedError(
             "input_ids and input_lengths do not fit each other",
@@ -80,13 +80,14 @@ def to_requests(
         raise RequestRejectedError(
             "input_lengths is out of range", expected=f"1 to {ids.shape[1]}", got=lengths.tolist()
         )
-    stops = data.get("stop_strings")
+    _refuse_left_padding(ids, lengths, config.pad_token_id)
+    stops = _stop_strings(data, len(ids))
     sampling = build_sampling_params(
         config, greedy=greedy, stop_strings=merge_stop_strings(config, stops)
     )
     batch = uuid.uuid4().hex
     return [
-        GenerationRequest(f"{batch}-{index}", row[:length].astype(np.int32), sampling)
+        GenerationRequest(f"{batch}-{index}", row[:length], sampling)
         for index, (row, length) in enumerate(zip(ids, lengths.tolist(), strict=True))
     ]
 
@@ -105,7 +106,58 @@ def to_batch(results: Sequence[GenerationResult], pad_token_id: int) -> Batch:
     return {
         "output_ids": output,
         "logprobs": log_probs,
-        "generation_lengths": torch.tensor([len(r.generated_token_ids) for r in results]),
-        "unpadded_sequence_lengths": torch.tensor(totals),
-        "truncated": torch.tensor([r.finish_reason == "length" for r in results]),
+        "generation_lengths": torch.tensor(
+            [len(r.generated_token_ids) for r in results], dtype=torch.int64
+        ),
+        "unpadded_sequence_lengths": torch.tensor(totals, dtype=torch.int64),
+        "truncated": torch.tensor([r.finish_reason == "length" for r in results], dtype=torch.bool),
     }
+
+
+def _integers(data: Mapping[str, Any], key: str) -> np.ndarray:
+    """An array of the batch, on whatever device it is. Raises: RequestRejectedError."""
+    values = data.get(key)
+    if isinstance(values, torch.Tensor) and not values.is_floating_point():
+        values = values.cpu().numpy()
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):  # ragged, or nothing that is an array
+        array = np.empty(0, dtype=object)
+    if array.dtype.kind not in "iu":
+        raise RequestRejectedError(
+            "the batch is malformed",
+            key=key,
+            expected="integers",
+            got="nothing" if values is None else getattr(values, "dtype", type(values).__name__),
+        )
+    return array
+
+
+def _refuse_left_padding(ids: np.ndarray, lengths: np.ndarray, pad: int | None) -> None:
+    padded = np.flatnonzero(lengths < ids.shape[1])
+    left = padded[(ids[padded, 0] == pad) & (ids[padded, -1] != pad)]
+    if left.size:
+        raise RequestRejectedError(
+            "input_ids is padded on the left",
+            key="input_ids",
+            expected="padding behind each sample",
+            got=f"sample {left[0]}",
+        )
+
+
+def _stop_strings(data: Mapping[str, Any], count: int) -> Sequence[Sequence[str] | None] | None:
+    given = data.get("stop_strings")
+    if given is None:
+        return None
+    if (
+        isinstance(given, str)
+        or len(given) != count
+        or not all(each is None or isinstance(each, list | tuple) for each in given)
+    ):
+        raise RequestRejectedError(
+            "stop_strings does not fit the batch",
+            key="stop_strings",
+            expected=f"a list of strings, or None, for each of {count} samples",
+            got=repr(given)[:80],
+        )
+    return list(given)

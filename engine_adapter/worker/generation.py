@@ -17,6 +17,7 @@ import torch
 
 from tokenplane.engine_adapter.dynamic.engine import MegatronDynamicEngine
 from tokenplane.engine_adapter.engine import EngineState, SuspendMode
+from tokenplane.engine_adapter.engine_control import check_version
 from tokenplane.engine_adapter.models.identity import LoadedModel
 from tokenplane.engine_adapter.worker.batches import Batch, to_batch, to_requests
 from tokenplane.engine_adapter.worker.capture import CapturePair, make_capture
@@ -40,8 +41,12 @@ from tokenplane.schemas.errors import (
     DeadlineError,
     EngineDeadError,
     EngineStateError,
+    RequestRejectedError,
 )
 from tokenplane.staging.store import StagingStore
+
+_TAGS = frozenset({"weights", "kv_cache"})
+"""Of the refit protocol. A misspelt one would leave the engine asleep without a word."""
 
 
 class MegatronGenerationWorker:
@@ -73,6 +78,14 @@ class MegatronGenerationWorker:
         """
         if config.megatron.expose_http_server and store is None:
             raise ConfigError("the HTTP server needs a staging store", key="expose_http_server")
+        port = reserved_http_server_port
+        if port is not None and not (isinstance(port, int) and 0 <= port <= 65535):
+            raise ConfigError(
+                "no such port",
+                key="reserved_http_server_port",
+                expected="0 to 65535",
+                got=repr(port),
+            )
         self.config = configure_generation_config(config, loaded.tokenizer)
         self._loaded = loaded
         self._model = loaded.model if model is None else model
@@ -112,8 +125,11 @@ class MegatronGenerationWorker:
         with ``"kv_cache"`` (or without tags) the engine serves afterwards. ``kwargs`` are for other
         backends of the trainer; none means anything here.
 
-        Raises: EngineDeadError if the engine has died (``shutdown`` clears the way for another).
+        Raises: EngineDeadError if the engine has died (``shutdown`` clears the way for another);
+        RequestRejectedError for an unknown tag.
         """
+        if tags is not None and (isinstance(tags, str) or not set(tags) <= _TAGS):
+            raise RequestRejectedError("tags", expected=f"some of {sorted(_TAGS)}", got=repr(tags))
         with self._guard:
             if tags is not None and "kv_cache" not in tags:
                 return
@@ -175,7 +191,8 @@ class MegatronGenerationWorker:
 
     def set_rollout_weight_version(self, version: int) -> None:
         """Stamp what is admitted from now on, and open a boundary on live requests. Before the
-        first engine the version is kept for it."""
+        first engine the version is kept for it. Raises: RequestRejectedError."""
+        check_version(version)
         with self._guard:
             if self._running is not None:
                 self._running.set_version(version)

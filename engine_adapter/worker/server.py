@@ -65,11 +65,12 @@ class WorkerServer:
         taken; DeadlineError if ``/health`` does not answer in time.
         """
         check_bind(host, control_token)
-        self._socket = socket.create_server((host, port or 0), reuse_port=False)
+        family, shown = (socket.AF_INET6, f"[{host}]") if ":" in host else (socket.AF_INET, host)
+        self._socket = socket.create_server((host, port or 0), family=family)
         self._parts = build_worker_parts(engine, loaded, store, defaults, host=host)
         app = create_app(self._parts, control_token=control_token)
         bound = self._socket.getsockname()[1]
-        self.base_url = f"http://{host}:{bound}/v1"
+        self.base_url = f"http://{shown}:{bound}/v1"
         self._server = uvicorn.Server(
             uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
         )
@@ -81,7 +82,7 @@ class WorkerServer:
         )
         self._thread.start()
         try:
-            self._await_health(f"http://{host}:{bound}/health", start_timeout_s)
+            self._await_health(f"http://{shown}:{bound}/health", start_timeout_s)
         except BaseException:
             self.close()
             raise

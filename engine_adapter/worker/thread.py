@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
@@ -17,6 +16,8 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._guard = threading.Lock()
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -26,10 +27,11 @@ class LoopThread:
         Raises: DeadlineError (the coroutine is cancelled), EngineStateError once closed, and what
         the coroutine raises.
         """
-        if self._loop.is_closed():
-            coroutine.close()
-            raise EngineStateError(f"cannot {what}: the worker is shut down", got="closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        with self._guard:  # a call after the stop would be started and never end
+            if self._closing:
+                coroutine.close()
+                raise EngineStateError(f"cannot {what}: the worker is shut down", got="closed")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
@@ -44,8 +46,9 @@ class LoopThread:
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Cancel what runs and end the thread; False if it did not end in time. Idempotent."""
-        if not self._loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # it ended meanwhile
+        with self._guard:
+            first, self._closing = not self._closing, True
+            if first:
                 self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -8,7 +8,6 @@ import functools
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, get_args
 
+from tokenplane.engine_adapter.server.bound_address import bind_socket
 from tokenplane.engine_adapter.server.config import (
     ServerConfig,
     check_bind,
@@ -130,7 +130,7 @@ def _cache_dir(config: ServerConfig) -> Path | None:
 
 
 async def _serve(config: ServerConfig, control_token: str | None, api_key: str | None) -> int:
-    with _bound(config) as listener:
+    with bind_socket(config.host, config.port) as listener:
         # Only now: torch, megatron-core and transformers take seconds to import.
         from tokenplane.engine_adapter.server.app import create_app
         from tokenplane.engine_adapter.server.server_http import run_http
@@ -202,19 +202,6 @@ def _stdout_kept() -> Iterator[TextIO]:
             yield stdout
         finally:
             os.dup2(stdout.fileno(), 1)
-
-
-def _bound(config: ServerConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-    except OSError as error:
-        listener.close()
-        at = f"{config.host} port {config.port}"
-        raise OSError(error.errno, f"{error.strerror}: {at}") from error
-    return listener
 
 
 def _announce(url: str, model: str, config: ServerConfig, stdout: TextIO | None = None) -> None:

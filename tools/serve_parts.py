@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenplane.engine_adapter.server.config import ServerConfig
-from tokenplane.schemas.errors import ConfigError, StoreError
+from tokenplane.schemas.errors import ConfigError, EngineError, StoreError
 
 if TYPE_CHECKING:
     from tokenplane.engine_adapter.engine import Engine
@@ -85,11 +85,11 @@ def _open_engine(config: ServerConfig, loaded: LoadedModel) -> Engine:
     from tokenplane.engine_adapter.dynamic.settings import parse_settings
 
     model, on_gpu = loaded.model, torch.cuda.is_available()
-    if on_gpu:
-        from tokenplane.engine_adapter.dynamic.gpu_model import gpu_twin
-
-        model = gpu_twin(loaded.model)
     try:
+        if on_gpu:
+            from tokenplane.engine_adapter.dynamic.gpu_model import gpu_twin
+
+            model = gpu_twin(loaded.model)
         return MegatronDynamicEngine(
             model,
             loaded.info,
@@ -104,7 +104,9 @@ def _open_engine(config: ServerConfig, loaded: LoadedModel) -> Engine:
         )
     except (AssertionError, RuntimeError) as error:
         if on_gpu:
-            raise
+            raise EngineError(
+                "the dynamic engine did not start", got=f"{type(error).__name__}: {error}"
+            ) from error
         raise ConfigError(
             f"the dynamic engine needs a CUDA device: {error}", key="engine", got=config.engine
         ) from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +22,8 @@ from tokenplane.engine_adapter.replicas.serving_replica import (
     OpenParts,
     ServingReplica,
 )
-from tokenplane.engine_adapter.server.config import check_bind, is_loopback
+from tokenplane.engine_adapter.server.bound_address import base_url, bind_socket
+from tokenplane.engine_adapter.server.config import check_bind
 from tokenplane.schemas.errors import (
     ConfigError,
     DeadlineError,
@@ -69,11 +69,9 @@ class ReplicaServing:
         self._link: RayLink | None = None
         self._link_tried = threading.Event()
         self._link_unwanted = False
-        self._port = _free_port(settings.host, settings.port)
-        shown = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self.base_url = f"http://{shown}:{self._port}"
-        reached = shown if is_loopback(settings.host) else "127.0.0.1"
-        self._own_url = f"http://{reached}:{self._port}"
+        with bind_socket(settings.host, settings.port) as probe:  # which port, and is it free
+            self._port = probe.getsockname()[1]
+        self.base_url = base_url(settings.host, self._port)
         ends = time.monotonic() + settings.start_timeout_s
         try:
             self._start(open_parts, control_token, api_key, ends)
@@ -99,7 +97,7 @@ class ReplicaServing:
         headers = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
         reply = httpx.request(
             method,
-            f"{self._own_url}{path}",
+            f"{self.base_url}{path}",
             json=body,
             headers=headers,
             params={} if replica is None else {"replica": replica},
@@ -123,7 +121,7 @@ class ReplicaServing:
     def health(self) -> dict[str, Any]:
         """What ``/health`` says; empty where nobody answers."""
         try:
-            return _object(httpx.get(f"{self._own_url}/health", timeout=30.0, trust_env=False))
+            return _object(httpx.get(f"{self.base_url}/health", timeout=30.0, trust_env=False))
         except httpx.TransportError:
             return {}
 
@@ -286,19 +284,6 @@ def _within(timeout_s: float, what: str, work: Callable[[], None]) -> None:
         raise DeadlineError(f"could not {what}", expected=f"within {timeout_s:g} s") from None
     if failure is not None:
         raise failure
-
-
-def _free_port(host: str, port: int) -> int:
-    """``port`` if nobody has it, or a free one for 0. Raises: OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}: {host} port {port}") from error
-        found: int = probe.getsockname()[1]
-        return found
 
 
 def _object(reply: httpx.Response) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from tokenplane.engine_adapter.engine import EngineState
+from tokenplane.engine_adapter.server.bound_address import base_url
 from tokenplane.engine_adapter.server.parts import ServerParts
 
 logger = logging.getLogger("tokenplane.server")
@@ -72,10 +73,10 @@ async def run_http(
 async def _announce(
     server: uvicorn.Server, listener: socket.socket, announce: Callable[[str], None]
 ) -> None:
-    host, port = listener.getsockname()[:2]
+    url = base_url(*listener.getsockname()[:2])
     while not server.started:  # noqa: ASYNC110 - uvicorn has a flag, no event
         await asyncio.sleep(0.01)
-    announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    announce(url)
 
 
 async def _watch_engine(parts: ServerParts, stop: Callable[[], None]) -> None:

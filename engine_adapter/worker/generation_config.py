@@ -107,7 +107,8 @@ class GenerationConfig(_Section):
     load_weights: Literal["real", "placeholder"] | None = None
     """What the engine starts with; see ``configure_generation_config``."""
     speculative_decoding: bool = False
-    """A drafter proposes tokens."""
+    """The trainer's policy has a drafter. It decides what ``load_weights`` becomes, no more: this
+    engine proposes no tokens."""
     control_timeout_s: float = Field(default=60.0, gt=0, le=LONGEST_TIMEOUT_S)
     """For pause, suspend, resume and the like."""
     start_timeout_s: float = Field(default=300.0, gt=0, le=LONGEST_TIMEOUT_S)

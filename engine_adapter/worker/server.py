@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ import uvicorn
 from tokenplane.engine_adapter.engine import Engine
 from tokenplane.engine_adapter.models.identity import LoadedModel
 from tokenplane.engine_adapter.server.app import create_app
+from tokenplane.engine_adapter.server.bound_address import base_url, bind_socket
 from tokenplane.engine_adapter.server.config import check_bind, parse_config
 from tokenplane.engine_adapter.server.parts import ServerParts, build_parts
 from tokenplane.schemas.errors import DeadlineError
@@ -65,12 +65,12 @@ class WorkerServer:
         taken; DeadlineError if ``/health`` does not answer in time.
         """
         check_bind(host, control_token)
-        family, shown = (socket.AF_INET6, f"[{host}]") if ":" in host else (socket.AF_INET, host)
-        self._socket = socket.create_server((host, port or 0), family=family)
+        self._socket = bind_socket(host, port or 0)
         self._parts = build_worker_parts(engine, loaded, store, defaults, host=host)
         app = create_app(self._parts, control_token=control_token)
         bound = self._socket.getsockname()[1]
-        self.base_url = f"http://{shown}:{bound}/v1"
+        root = base_url(host, bound)
+        self.base_url = f"{root}/v1"
         self._server = uvicorn.Server(
             uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
         )
@@ -82,7 +82,7 @@ class WorkerServer:
         )
         self._thread.start()
         try:
-            self._await_health(f"http://{shown}:{bound}/health", start_timeout_s)
+            self._await_health(f"{root}/health", start_timeout_s)
         except BaseException:
             self.close()
             raise

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -231,7 +232,8 @@ def test_another_host_with_a_token_asks_for_it(tmp_path: Path) -> None:
     env = {"SECRET": "t0ken"}
     arguments = ("--host", "0.0.0.0", "--control-token-env", "SECRET")
     with serve_process("memory:", tmp_path / "log", *arguments, env=env) as server:
-        url = server.url.replace("0.0.0.0", "127.0.0.1")
+        assert "0.0.0.0" not in server.url
+        url = f"http://127.0.0.1:{urlsplit(server.url).port}"
         assert httpx.get(f"{url}/admin/status").status_code == 401
         good = {"Authorization": "Bearer t0ken"}
         status = httpx.get(f"{url}/admin/status", headers=good).json()

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tokenplane.engine_adapter.dynamic import gpu_model
 from tokenplane.engine_adapter.server.config import (
     ServerConfig,
     check_bind,
@@ -164,6 +166,20 @@ def test_bad_usage_ends_with_2_and_one_line(
     assert shown.out == ""
     assert word in shown.err
     assert len(shown.err.strip().splitlines()) == 1
+
+
+def test_a_gpu_without_room_is_an_error_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(_model: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_model, "gpu_twin", no_room)
+    assert serve.main(["--model", "tiny", "--store", "memory:", "--engine", "dynamic"]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("tokenplane serve: engine_error: the dynamic engine did not start")
+    assert said.endswith("OutOfMemoryError: CUDA out of memory")
 
 
 def test_what_cannot_be_opened_ends_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The Lua scripts of the Redis store's queue: claim, acknowledge, release (see redis_scripts)."""
+"""The Lua scripts of the Redis store's queue: claim, acknowledge, release (see ``scripts.py``)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from tokenplane.staging.redis_backend.scripts import script
 
 _CLAIMS = """
 local function introduce(partition, consumer)
+  go_on_when_full()
   call('SADD', ns .. ':P', partition)
   call('SADD', ns .. ':c:' .. partition, consumer)
   return call('GET', place('w', partition, consumer)) or '0'

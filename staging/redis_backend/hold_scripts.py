@@ -1,4 +1,4 @@
-"""The Lua scripts of the Redis store's holds (names as in redis_scripts)."""
+"""The Lua scripts of the Redis store's holds (names as in ``scripts.py``)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ EXTEND = script("""
 local now, name = clock(), ns .. ':h:' .. ARGV[2]
 local expiry = call('ZSCORE', name, ARGV[3])
 if not expiry or tonumber(expiry) <= now then return 0 end
+go_on_when_full()
 call('ZADD', name, exact(now + tonumber(ARGV[4])), ARGV[3])
 return 1
 """)

@@ -1,4 +1,4 @@
-"""The Lua scripts that count and sweep the Redis store's rows (names as in redis_scripts)."""
+"""The Lua scripts that count and sweep the Redis store's rows (names as in ``scripts.py``)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 from tokenplane.schemas.errors import MissingRowError, StoreError
 from tokenplane.staging.redis_backend.connection import RedisConnection
 from tokenplane.staging.redis_backend.rows import unpack_stored
-from tokenplane.staging.redis_backend.scripts import SCAN, SCAN_END, SCAN_LEASE_S, SCAN_READ
+from tokenplane.staging.redis_backend.scan_scripts import SCAN, SCAN_END, SCAN_LEASE_S, SCAN_READ
 
 ROWS_PER_PAGE: Final = 64
 

@@ -36,8 +36,6 @@ from dataclasses import dataclass
 from typing import Final
 
 ROW_HEADER_BYTES: Final = 80
-SCAN_LEASE_S: Final = 300
-"""How long a scan may rest between two rows before what was removed meanwhile is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +99,11 @@ local function message_size(partition, key)
   local field = call('GETRANGE', place('m', partition, key), 68, 71)
   if #field < 4 then return 0 end
   return (struct.unpack('<I', field))
+end
+local function go_on_when_full()
+  -- A server without memory refuses a script whose first write needs some; this one needs none.
+  -- For what reads the store or drains it, so that somebody can make room.
+  call('DEL', ns .. ':none')
 end
 -- Counters go down by 0 - x: minus x would be a minus zero, which some servers refuse.
 local function forget_removed()
@@ -180,7 +183,10 @@ PUT = script(
 -- As a rule this is all, and much cheaper than all that could be.
 if ARGV[6] == '' and #ARGV == 6 then
   local held = redis.call('HMGET', KEYS[5], 'label', 'sealed')
-  if held[1] == ARGV[3] and not held[2] and redis.call('SET', KEYS[2], ARGV[4], 'NX') then
+  local wrote = held[1] == ARGV[3] and not held[2]
+                and redis.pcall('SET', KEYS[2], ARGV[4], 'NX')
+  -- Refused for want of memory: below, a row that is there already is still found.
+  if wrote and not wrote.err then
     redis.call('ZADD', KEYS[3], redis.call('HINCRBY', KEYS[1], 'seq', 1), ARGV[2])
     redis.call('ZADD', KEYS[4], 0, ARGV[2])
     redis.call('HINCRBY', KEYS[5], 'bytes', ARGV[5])
@@ -293,43 +299,6 @@ KEYS = script("""
 return matching(ARGV[2], ARGV[3])
 """)
 
-SCAN = script("""
--- ARGV: now, partition, prefix, scan id, seconds; gives key, row number, ...
-local found, reply = matching(ARGV[2], ARGV[3]), {}
-for at = 1, #found, 4000 do
-  local last = math.min(at + 3999, #found)
-  local seqs = call('ZMSCORE', ns .. ':o:' .. ARGV[2], unpack(found, at, last))
-  for i = 1, #seqs do
-    reply[#reply + 1] = found[at + i - 1]
-    reply[#reply + 1] = seqs[i]
-  end
-end
-if #found > 0 then call('ZADD', ns .. ':s', exact(clock() + tonumber(ARGV[5])), ARGV[4]) end
-return reply
-""")
-
-SCAN_READ = script("""
--- ARGV: now, partition, scan id, seconds, then key, row number, ...; gives rows
-if call('ZSCORE', ns .. ':s', ARGV[3]) then
-  call('ZADD', ns .. ':s', exact(clock() + tonumber(ARGV[4])), ARGV[3])
-end
-local reply = {}
-for at = 5, #ARGV, 2 do
-  local key, seq = ARGV[at], ARGV[at + 1]
-  local row = place('m', ARGV[2], key)
-  if call('ZSCORE', ns .. ':o:' .. ARGV[2], key) ~= seq then row = ns .. ':g:m:' .. seq end
-  reply[#reply + 1] = call('GET', row)
-end
-return reply
-""")
-
-SCAN_END = script("""
--- ARGV: now, scan id
-call('ZREM', ns .. ':s', ARGV[2])
-forget_removed()
-return 1
-""")
-
 PARTITIONS = script("""
 local reply = {}
 for _, name in ipairs(call('SMEMBERS', ns .. ':P')) do
@@ -341,6 +310,7 @@ return reply
 SEAL = script("""
 -- ARGV: now, partition
 if call('EXISTS', ns .. ':o:' .. ARGV[2]) == 0 then return 0 end
+go_on_when_full()
 call('HSET', ns .. ':p:' .. ARGV[2], 'sealed', 1)
 return 1
 """)

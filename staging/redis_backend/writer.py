@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import pyarrow as pa
@@ -88,7 +89,8 @@ class RedisWriter:
                 for sha in context:
                     uploads.append(self._total[:-1] + b"u:" + nonce + sha)
                     data = bytes(contents[sha].data)
-                    self._connection.command("SET", uploads[-1], data, "EX", UPLOAD_S)
+                    upload = ("SET", uploads[-1], data, "EX", UPLOAD_S)
+                    self._when_there_is_memory(partial(self._connection.command, *upload))
         finally:
             if uploads:
                 with suppress(StoreError):
@@ -107,7 +109,9 @@ class RedisWriter:
         deadline = time.monotonic() + self._full_wait_s
         wait = FIRST_POLL_S
         while True:
-            reply = self._connection.script(PUT, names, *args)
+            reply = self._when_there_is_memory(
+                partial(self._connection.script, PUT, names, *args)
+            )
             verdict: list[bytes] = [b"new"] if reply == 1 else reply
             if verdict[0] != b"full":
                 return verdict
@@ -121,6 +125,21 @@ class RedisWriter:
                     got=f"{used} of {budget} used",
                     key=key,
                 )
+            time.sleep(min(wait, left))
+            wait = min(2 * wait, LONGEST_POLL_S)
+
+
+    def _when_there_is_memory[T](self, call: Callable[[], T]) -> T:
+        """What ``call`` gives, once the server does not refuse it for want of memory or disk."""
+        deadline = time.monotonic() + self._full_wait_s
+        wait = FIRST_POLL_S
+        while True:
+            try:
+                return call()
+            except StoreFullError:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise
             time.sleep(min(wait, left))
             wait = min(2 * wait, LONGEST_POLL_S)
 

@@ -24,6 +24,7 @@ from tokenplane.schemas.errors import (
 from tokenplane.staging.contract_suite.backend import FakeClock, plain_row, same_bits, staged_row
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.redis_backend.store import RedisStore
+from tokenplane.staging.store_types import RetentionPolicy, to_blob
 
 
 @pytest.fixture
@@ -144,6 +145,41 @@ def test_a_full_disk_loses_no_acknowledged_row(tmp_path: Path) -> None:
             assert store.put("p", "more", plain_row(1)) is True
     finally:
         server.stop(kill=True)
+
+
+def test_a_server_whose_memory_is_full_is_read_and_drained(server: RedisServer) -> None:
+    media = to_blob(b"m" * 100_000)
+    with RedisStore(server.url, full_wait_s=0.1) as store, server.client() as client:
+        for number in range(6):
+            store.put("p", str(number), plain_row(number), blobs=[media])
+        store.put("sealed", "k", plain_row())
+        store.claim("p", "c", max_rows=1, lease_s=600)
+        hold = store.hold("p", "5", lease_s=600)
+        client.config_set("maxmemory", 1)
+        for blobs in ([], [to_blob(b"n" * 100_000)]):
+            started = time.monotonic()
+            with pytest.raises(StoreFullError, match="no room"):
+                store.put("p", "more", plain_row(), blobs=blobs)
+            assert time.monotonic() - started >= 0.1  # it waited, as for a budget
+        # A put that was sent again because its reply was lost, here with another's nonce.
+        assert store.put("sealed", "k", plain_row()) is False
+        assert [key for key, _ in store.scan("p")] == ["0", "1", "2", "3", "4", "5"]
+        assert store.get_blob(media.sha256).to_pybytes() == media.data
+        assert store.extend_hold(hold, lease_s=600)
+        store.end_hold(store.hold("p", "4", lease_s=600))
+        assert [claim.key for claim in store.claim("p", "c", max_rows=2, lease_s=600)] == ["1", "2"]
+        assert store.claim("p", "g", max_rows=1, lease_s=600, group_column="group")
+        assert store.release("p", "c", ["2"]) == 1
+        assert store.ack("p", "c", ["0", "1"]) == 2
+        store.seal("sealed")
+        report = store.sweep(RetentionPolicy(max_age_s=0, partition="p", include_backlog=True))
+        assert (report.rows, report.kept_leased, report.kept_held) == (4, 1, 1)
+        # A put that waits goes on when there is room.
+        more_room = threading.Timer(0.3, lambda: client.config_set("maxmemory", 0))
+        with RedisStore(server.url, full_wait_s=20) as waiting:
+            more_room.start()
+            assert waiting.put("p", "more", plain_row(), blobs=[to_blob(b"n" * 100_000)])
+        more_room.join()
 
 
 def test_a_torn_log_keeps_the_whole_puts_before_the_tear(server: RedisServer) -> None:

@@ -74,7 +74,7 @@ class RedisRows:
 def stored_content(
     binding: bytes, nonce: bytes, created_at: float, message: bytes, part: TokenPart | None
 ) -> bytes:
-    """The string that is stored for a row; see redis_scripts."""
+    """The string that is stored for a row; see ``scripts.py``."""
     head = b"" if part is None else part.head
     start = 0 if part is None else ROW_HEADER_BYTES + len(head) + part.start
     size = 0 if part is None else part.size

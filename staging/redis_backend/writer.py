@@ -109,9 +109,7 @@ class RedisWriter:
         deadline = time.monotonic() + self._full_wait_s
         wait = FIRST_POLL_S
         while True:
-            reply = self._when_there_is_memory(
-                partial(self._connection.script, PUT, names, *args)
-            )
+            reply = self._when_there_is_memory(partial(self._connection.script, PUT, names, *args))
             verdict: list[bytes] = [b"new"] if reply == 1 else reply
             if verdict[0] != b"full":
                 return verdict
@@ -127,7 +125,6 @@ class RedisWriter:
                 )
             time.sleep(min(wait, left))
             wait = min(2 * wait, LONGEST_POLL_S)
-
 
     def _when_there_is_memory[T](self, call: Callable[[], T]) -> T:
         """What ``call`` gives, once the server does not refuse it for want of memory or disk."""

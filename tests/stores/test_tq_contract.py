@@ -1,4 +1,4 @@
-"""TransferQueue behind a file store passes the contract suite, on a real Ray."""
+"""TransferQueue passes the contract suite, behind a file store and Redis, on a real Ray."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.tq_backend import QueueBackend
+from tests.stores.redis_server import RedisServer
+from tests.stores.tq_backend import QueueBackend, QueueOverRedis
 from tokenplane.staging.contract_suite.backend import StoreBackend
 from tokenplane.staging.contract_suite.stateful import run_random_operations
-from tokenplane.staging.testing import SharedStoreContract
+from tokenplane.staging.testing import SharedStoreContract, StagingStoreContract
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -21,6 +22,17 @@ class TestTransferQueueStore(SharedStoreContract):
     @pytest.fixture
     def backend(self, ray_address: str, tmp_path: Path) -> StoreBackend:
         return QueueBackend(ray_address, tmp_path / "journal")
+
+
+class TestTransferQueueOverRedis(StagingStoreContract):
+    """A journal that several hosts share; Redis itself passes the shared store's contract."""
+
+    DURABLE = "power"
+    SHARED = "network"
+
+    @pytest.fixture
+    def backend(self, ray_address: str, redis_server: RedisServer) -> StoreBackend:
+        return QueueOverRedis(ray_address, redis_server)
 
 
 def test_random_operations(ray_address: str, tmp_path: Path) -> None:

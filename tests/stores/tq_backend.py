@@ -1,4 +1,4 @@
-"""TransferQueue behind a file store under the contract suite."""
+"""TransferQueue behind a file store, or behind Redis, under the contract suite."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from tests.staging.test_file_store import FileBackend
+from tests.stores.redis_backend import RedisBackend
+from tests.stores.redis_server import RedisServer
 from tokenplane.staging.contract_suite.backend import StoreBackend
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.store import StagingStore
@@ -18,15 +20,15 @@ class QueueBackend(StoreBackend):
     """Raw access goes to the journal, where this host reads."""
 
     def __init__(self, address: str, root: Path, *, namespace: str = "contract") -> None:
-        self.root = root
-        self.raw = FileBackend(root)
+        self.journal_url = root.as_uri()
+        self.raw: StoreBackend = FileBackend(root)
         self.address = address
         self.namespace = namespace
 
     def url(self, **options: object) -> str:
         given = {"namespace": self.namespace, **options}
         more = "".join(f"&{name}={quote(str(value))}" for name, value in given.items())
-        return f"tq://{self.address}?journal={quote(self.root.as_uri())}{more}"
+        return f"tq://{self.address}?journal={quote(self.journal_url, safe='')}{more}"
 
     def open(
         self,
@@ -54,3 +56,14 @@ class QueueBackend(StoreBackend):
         given = {"max_bytes": max_bytes, "full_wait_s": full_wait_s}
         more = {name: value for name, value in given.items() if value is not None}
         return partial(open_store, self.url(connect_s=0, **more))
+
+
+class QueueOverRedis(QueueBackend):
+    """The journal is a namespace of a Redis server."""
+
+    def __init__(self, address: str, server: RedisServer, *, namespace: str = "contract") -> None:
+        raw = RedisBackend(server)
+        self.journal_url = f"{server.url}?namespace={raw.namespace}"
+        self.raw = raw
+        self.address = address
+        self.namespace = namespace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import pyarrow as pa
 
@@ -52,6 +52,10 @@ class _Group:
         return rule.wait_s is not None and now - self.newest >= rule.wait_s
 
 
+MOST_ROWS: Final = 2**31 - 1
+"""What every backend's database takes as a limit."""
+
+
 def check_claim(
     max_rows: int,
     lease_s: float,
@@ -64,8 +68,8 @@ def check_claim(
     Raises:
         ConfigError: see ``StagingStore.claim``.
     """
-    if max_rows < 1:
-        raise ConfigError("max_rows", expected=">= 1", got=max_rows)
+    if not isinstance(max_rows, int) or not 1 <= max_rows <= MOST_ROWS:
+        raise ConfigError("max_rows", expected=f"an integer, 1 to {MOST_ROWS}", got=max_rows)
     check_lease(lease_s)
     if group_size is not None and (group_column is None or group_size < 1):
         raise ConfigError("group_size", expected=">= 1, with a group_column", got=group_size)

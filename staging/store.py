@@ -127,8 +127,8 @@ class StagingStore(Protocol):
                 backlog.
 
         Raises:
-            ConfigError: ``max_rows`` < 1, ``lease_s`` <= 0, or a group's size or wait without what
-                it goes with.
+            ConfigError: ``max_rows`` is no integer from 1 to 2^31 - 1, ``lease_s`` <= 0, or a
+                group's size or wait without what it goes with.
         """
         ...
 

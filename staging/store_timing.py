@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from tokenplane.schemas.errors import TokenplaneError
 from tokenplane.schemas.row_message import encode_message
 from tokenplane.schemas.staged_call import build_staged_call
 from tokenplane.schemas.staged_row import STAGED_PARTITION, CallEvidence, StagedRow
@@ -114,17 +115,23 @@ def _timing(name: str, values: list[float]) -> Timing:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table of one store; 0."""
+    """Print the table of one store; 0, or 1 if the store failed."""
     parser = argparse.ArgumentParser(prog="store_timing", description=__doc__)
     parser.add_argument("url", nargs="?")
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=1024, help="per row")
     options = parser.parse_args(argv)
-    with (
-        tempfile.TemporaryDirectory(dir=Path.cwd()) as folder,
-        open_store(options.url or (Path(folder) / "store").as_uri()) as store,
-    ):
-        timings = time_store(store, Path(folder), rows=options.rows, tokens=options.tokens)
+    if options.rows <= max(CHAINS) or options.tokens < 1:
+        parser.error(f"expected more than {max(CHAINS)} rows, and a token or more")
+    try:
+        with (
+            tempfile.TemporaryDirectory(dir=Path.cwd()) as folder,
+            open_store(options.url or (Path(folder) / "store").as_uri()) as store,
+        ):
+            timings = time_store(store, Path(folder), rows=options.rows, tokens=options.tokens)
+    except TokenplaneError as exc:
+        sys.stderr.write(f"store_timing: {exc.code}: {exc}\n")
+        return 1
     for timing in timings:
         sys.stdout.write(
             f"{timing.name:<40} p50 {timing.p50_s * 1e3:7.3f} ms"

@@ -102,6 +102,16 @@ def seconds(text: str) -> float:
     return value
 
 
+def positive_seconds(text: str) -> float:
+    """Raises:
+    ValueError: not a finite number of seconds above zero.
+    """
+    value = seconds(text)
+    if value == 0:
+        raise ValueError("expected more than no time")
+    return value
+
+
 def one_of(*choices: str) -> Callable[[str], str]:
     """A parser that lets only ``choices`` through."""
 

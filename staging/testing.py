@@ -8,7 +8,7 @@ In a test file of yours::
 
         @pytest.fixture
         def backend(self, tmp_path: Path) -> StoreBackend:
-            return MyBackend(tmp_path)              # see testing_backend.StoreBackend
+            return MyBackend(tmp_path)              # a contract_suite.backend.StoreBackend
 
 Override no test. ``contract_suite.stateful`` adds random operations against a model.
 """

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tokenplane.schemas.errors import ConfigError, TokenplaneError
+from tokenplane.staging.store_url import positive_int
 from tokenplane.tools.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 
 
@@ -19,6 +20,18 @@ def command_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=f"tokenplane {name}", description=summary[:1].upper() + summary[1:]
     )
+
+
+def at_least_one(text: str) -> int:
+    """A number of things, as an argument.
+
+    Raises:
+        argparse.ArgumentTypeError: not an integer above zero.
+    """
+    try:
+        return positive_int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text!r}") from None
 
 
 class Main(Protocol):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 from rich.progress import Progress
 
-from tokenplane.schemas.errors import ConfigError
+from tokenplane.schemas.errors import ConfigError, MissingRowError
 from tokenplane.schemas.failure_row import FAILURE_PARTITION
 from tokenplane.schemas.gym_ledger_row import GYM_LEDGER_PARTITION
 from tokenplane.schemas.staged_row import STAGED_PARTITION
+from tokenplane.schemas.training_row import TRAINING_PARTITION
 from tokenplane.staging.store import StagingStore
 from tokenplane.staging.store_types import RetentionPolicy, SweepReport
 from tokenplane.tools.command_frame import coded_errors, command_parser
@@ -117,16 +120,25 @@ def main(argv: list[str] | None = None) -> int:
     add_arguments(parser)
     options = parser.parse_args(argv)
     age_s = parse_age(options.older_than)
+    orphan_age_s = None if options.orphans is None else parse_age(options.orphans, "--orphans")
+    if options.rollout is not None and TRAINING_PARTITION in (options.partition or ()):
+        raise ConfigError(
+            "--rollout: published rows go one by one, by their age",
+            expected="a partition whose keys begin with ROLLOUT/",
+            got=TRAINING_PARTITION,
+        )
+    if orphan_age_s is None and (options.ledger is not None or options.gym is not None):
+        raise ConfigError("--ledger and --gym say which rows are orphans", expected="--orphans AGE")
     with (
         open_existing(options.store) as store,
         Progress(disable=not sys.stderr.isatty()) as progress,
     ):
         orphans = None
-        if options.orphans is not None:
+        if orphan_age_s is not None:
             with open_manifests(options.ledger, options.gym) as manifest_of:
                 orphans = remove_orphans(
                     store,
-                    parse_age(options.orphans),
+                    orphan_age_s,
                     manifest_of,
                     now=time.time(),
                     rollout=options.rollout,
@@ -150,16 +162,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def parse_age(text: str) -> float:
+def parse_age(text: str, option: str = "--older-than") -> float:
     """Seconds of an age such as ``12h``.
 
     Raises:
-        ConfigError: not a number with one of the units s, m, h, d.
+        ConfigError: not a number with one of the units s, m, h, d, or beyond all numbers.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if match is None:
-        raise ConfigError("--older-than", expected="a number and s, m, h or d", got=repr(text))
-    return float(match[1]) * _UNITS[match[2]]
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
+    age_s = math.inf if match is None else float(match[1]) * _UNITS[match[2]]
+    if math.isinf(age_s):
+        raise ConfigError(option, expected="a number and s, m, h or d", got=repr(text))
+    return age_s
 
 
 def collect_garbage(
@@ -176,7 +189,16 @@ def collect_garbage(
     """Remove old rows. A rollout goes as a whole, when its newest row is old: one that still runs,
     or was just finished, keeps its first rows too. One that is being read stays. The store decides
     and removes in one step, by its own clock.
+
+    Args:
+        seal: partitions to close afterwards. One that has lost its last row is left as it is.
+
+    Raises:
+        MissingRowError: a partition of ``seal`` holds no row; nothing was removed.
     """
+    seal = list(seal)
+    if empty := sorted(set(seal) - set(store.partitions())):
+        raise MissingRowError("a partition to seal holds no row", key=empty[0])
     report = GcReport(store.url, dry_run, age_s)
     parts = {name: PartitionReport(name) for name in partitions}
     report.partitions += parts.values()
@@ -202,8 +224,11 @@ def collect_garbage(
             part.add(sweep(name, "" if rollout is None else f"{rollout}/", whole=False))
     left = store.sweep(RetentionPolicy(), dry_run=dry_run)
     report.orphans = left.blobs
-    if not dry_run:
-        for name in seal:
+    for name in seal:
+        if dry_run:
+            report.sealed.append(name)
+            continue
+        with suppress(MissingRowError):  # all of it has just been removed
             store.seal(name)
             report.sealed.append(name)
     gone = sum(part.bytes + part.blob_bytes for part in report.partitions) if dry_run else 0
@@ -288,6 +313,6 @@ def _print(report: GcReport) -> None:
     if report.orphans:
         print(f"{verb} {report.orphans} orphaned files")
     for name in report.sealed:
-        print(f"sealed {name}")
+        print(f"{'would seal' if report.dry_run else 'sealed'} {name}")
     budget = "" if report.max_bytes is None else f" of {report.max_bytes}"
     print(f"{report.remaining_bytes} bytes{budget} {'would be ' if report.dry_run else ''}left")

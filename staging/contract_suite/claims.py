@@ -243,8 +243,11 @@ class ClaimContract:
             store.claim("p", "c", max_rows=9, lease_s=9, group_column="no such column")
         assert taken(store.claim("p", "c", max_rows=9, lease_s=9)) == "01"
 
-    @pytest.mark.parametrize(("max_rows", "lease_s"), [(0, 1.0), (-1, 1.0), (1, 0.0), (1, -1.0)])
-    def test_a_claim_of_nothing_is_refused(
+    @pytest.mark.parametrize(
+        ("max_rows", "lease_s"),
+        [(0, 1.0), (-1, 1.0), (1.5, 1.0), (2**31, 1.0), (1, 0.0), (1, -1.0)],
+    )
+    def test_a_claim_of_no_number_of_rows_is_refused(
         self, store: StagingStore, max_rows: int, lease_s: float
     ) -> None:
         with pytest.raises(ConfigError):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 
@@ -46,7 +47,14 @@ from tokenplane.staging.store_types import (
     StoreStats,
     SweepReport,
 )
-from tokenplane.staging.store_url import StoreUrl, one_of, positive_int, seconds, shown_url
+from tokenplane.staging.store_url import (
+    StoreUrl,
+    one_of,
+    positive_int,
+    positive_seconds,
+    seconds,
+    shown_url,
+)
 
 KEYS_PER_CALL: Final = 500
 TLS_OPTIONS: Final[tuple[str, ...]] = (
@@ -56,6 +64,7 @@ TLS_OPTIONS: Final[tuple[str, ...]] = (
     "ssl_cert_reqs",
     "ssl_check_hostname",
 )
+_DATABASE: Final = re.compile(r"|/[0-9]*")
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
@@ -286,9 +295,15 @@ def open_redis_store(url: StoreUrl, *, clock: Callable[[], float]) -> RedisStore
         "namespace": str,
         "max_bytes": positive_int,
         "full_wait_s": seconds,
-        "timeout_s": seconds,
+        "timeout_s": positive_seconds,
         "require": one_of("power", "process", "none"),
     }
+    if not _DATABASE.fullmatch(urlsplit(url.text).path):
+        # redis-py would take database 0. The path is not shown: a password may have got into it.
+        raise ConfigError(
+            f"the path of {shown_url(url.text)} is a database number",
+            expected="/0, or nothing",
+        )
     if url.scheme == "rediss":
         parsers |= dict.fromkeys(TLS_OPTIONS, str)
     options = url.options(**parsers)

@@ -11,7 +11,15 @@ from urllib.parse import urlencode
 
 from tokenplane.schemas.errors import ConfigError, UnsupportedStoreError
 from tokenplane.staging.open_store import open_store
-from tokenplane.staging.store_url import StoreUrl, one_of, positive_int, seconds, shown_url
+from tokenplane.staging.store_url import (
+    StoreUrl,
+    one_of,
+    parse_store_url,
+    positive_int,
+    positive_seconds,
+    seconds,
+    shown_url,
+)
 from tokenplane.staging.tq_backend.options import QueueOptions
 from tokenplane.staging.tq_backend.store import TransferQueueStore
 
@@ -35,14 +43,20 @@ def open_tq_store(url: StoreUrl, *, clock: Callable[[], float]) -> TransferQueue
         namespace=str,
         units=positive_int,
         start=one_of("yes", "no"),
-        deadline_s=seconds,
+        deadline_s=positive_seconds,
         connect_s=seconds,
     )
     address = url.rest.removeprefix("//").rstrip("/")
-    if not address or "journal" not in options:
+    if not address or not options.get("journal"):
         raise ConfigError(
             "a tq: URL names a cluster and a journal",
             expected="tq://local|auto|host:port?journal=DIRECTORY or store URL",
+            got=shown_url(url.text),
+        )
+    if parse_store_url(options["journal"]).scheme == "tq":
+        raise ConfigError(
+            "a journal is no queue itself",
+            expected="a directory, or a file: or redis: URL",
             got=shown_url(url.text),
         )
     for module in ("ray", "transfer_queue"):

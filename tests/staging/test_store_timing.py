@@ -20,6 +20,19 @@ def test_every_operation_is_timed_and_nothing_stays(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_wrong_arguments_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["nosuch:x"]) == 1
+    assert capsys.readouterr().err.startswith("store_timing: unsupported_store: ")
+    for few in (["--rows", "50"], ["--tokens", "0"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["memory:", *few])
+        assert ended.value.code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_table_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,26 @@ def test_soak(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < report["most_bytes"] < 150 * 10_000
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["stores", "--runs", "0"],
+        ["stores", "--runs", "-3"],
+        ["soak", "--store", "memory:", "--rollouts", "0"],
+        ["soak", "--store", "memory:", "--calls", "0"],
+        ["soak", "--store", "memory:", "--tokens", "few"],
+        ["soak", "--store", "memory:", "--writers", "0"],
+    ],
+)
+def test_nothing_to_do_is_wrong_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    assert ended.value.code == 2
+    assert "expected 1 or more" in capsys.readouterr().err
+
+
 def test_a_soak_notices_what_a_store_loses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -196,7 +196,39 @@ def test_the_command(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gc", url, "--older-than", "0s", "--partition", "other"]) == 0
     assert "other: removed 1 rows" in capsys.readouterr().out
     assert main(["gc", url, "--older-than", "soon"]) == 2
-    assert main(["gc", url, "--seal", "nothing"]) == 1
+
+
+def test_what_cannot_be_done_is_said_before_anything_is_removed(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = FakeClock(time.time() - 30 * 86400)
+    fill(url, clock, "r", 2)
+    ledger = str(tmp_path / "ledger")
+    for status, said, *more in (
+        (1, "nothing", "--seal", "nothing"),
+        (2, "--orphans;", "--orphans", "soon", "--ledger", ledger),
+        (2, "--orphans AGE", "--ledger", ledger),
+        (2, "--older-than", "--older-than", "9" * 400 + "d"),
+        (2, "ROLLOUT/", "--rollout", "r", "--partition", "rows"),
+    ):
+        assert main(["gc", url, *more]) == status
+        shown = capsys.readouterr()
+        assert said in shown.err
+        assert shown.out == ""
+    with open_store(url) as store:
+        assert len(store.keys(STAGED_PARTITION)) == 2
+        store.put("other", "k", plain_row())
+    assert main(["gc", url, "--dry-run", "--seal", "other"]) == 0
+    assert "would seal other" in capsys.readouterr().out
+    # What has lost its last row is not there to be sealed; what was removed is said all the same.
+    assert main(["gc", url, "--seal", STAGED_PARTITION, "--seal", "other"]) == 0
+    said = capsys.readouterr().out
+    assert "staged: removed 2 rows" in said
+    assert "sealed other" in said
+    assert "sealed staged" not in said
+    with open_store(url) as store:
+        assert store.partitions() == ["other"]
+        assert store.stats().sealed == ("other",)
 
 
 @pytest.mark.parametrize(

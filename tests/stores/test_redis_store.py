@@ -246,11 +246,18 @@ def test_a_wrong_password_is_refused_at_once(odd_server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "query", ["namespace=a{b}", "namespace=", "unknown=1", "timeout_s=x", "ssl_ca_certs=x"]
+    "query",
+    ["namespace=a{b}", "namespace=", "unknown=1", "timeout_s=x", "timeout_s=0", "ssl_ca_certs=x"],
 )
 def test_a_bad_option_is_refused(redis_server: RedisServer, query: str) -> None:
     with pytest.raises(ConfigError):
         open_store(f"{redis_server.url}?{query}")
+
+
+@pytest.mark.parametrize("path", ["run1", "0/run1", "-1"])
+def test_a_path_that_is_no_database_is_refused(redis_server: RedisServer, path: str) -> None:
+    with pytest.raises(ConfigError, match="database number"):
+        open_store(f"redis://127.0.0.1:{redis_server.port}/{path}")
 
 
 def test_nobody_there(tmp_path: Path) -> None:

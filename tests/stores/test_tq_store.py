@@ -305,7 +305,16 @@ def test_a_local_ray_outlives_the_thread_that_started_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["tq://local", "tq://?journal=x", "tq://local?journal=x&start=maybe", "tq:local?x=1"]
+    "url",
+    [
+        "tq://local",
+        "tq://?journal=x",
+        "tq://local?journal=",
+        "tq://local?journal=tq://local%3Fjournal%3Dx",
+        "tq://local?journal=x&start=maybe",
+        "tq://local?journal=x&deadline_s=0",
+        "tq:local?x=1",
+    ],
 )
 def test_a_malformed_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):

@@ -27,7 +27,7 @@ from tokenplane.staging.store_types import RetentionPolicy
 from tokenplane.staging.token_sink import TokenSink
 from tokenplane.staging.token_source import TokenSource
 from tokenplane.tools.bench.rows import make_chain
-from tokenplane.tools.command_frame import coded_errors, command_parser
+from tokenplane.tools.command_frame import at_least_one, coded_errors, command_parser
 from tokenplane.tools.exit_status import EXIT_FAILED
 
 CONSUMER = "soak-trainer"
@@ -67,10 +67,10 @@ class SoakReport:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``bench soak``."""
     parser.add_argument("--store", required=True, metavar="URL", help="a store to use")
-    parser.add_argument("--rollouts", type=int, default=10_000)
-    parser.add_argument("--calls", type=int, default=3, help="per rollout")
-    parser.add_argument("--tokens", type=int, default=200, help="per call")
-    parser.add_argument("--writers", type=int, default=4, help="threads")
+    parser.add_argument("--rollouts", type=at_least_one, default=10_000)
+    parser.add_argument("--calls", type=at_least_one, default=3, help="per rollout")
+    parser.add_argument("--tokens", type=at_least_one, default=200, help="per call")
+    parser.add_argument("--writers", type=at_least_one, default=4, help="threads")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

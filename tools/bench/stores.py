@@ -36,7 +36,7 @@ from tokenplane.staging.store_types import to_blob
 from tokenplane.staging.token_source import TokenSource
 from tokenplane.tools.bench.peers import Peer, concat_ids, open_peer
 from tokenplane.tools.bench.rows import make_chain
-from tokenplane.tools.command_frame import coded_errors, command_parser
+from tokenplane.tools.command_frame import at_least_one, coded_errors, command_parser
 
 MEDIA_BYTES = 4 << 20
 CHAIN_ROWS = (1, 10, 50)
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a store to measure (repeatable); memory: and a file store in a new folder if none is "
         "given. What is written is removed again.",
     )
-    parser.add_argument("--runs", type=int, default=200, help="of each kind of work")
+    parser.add_argument("--runs", type=at_least_one, default=200, help="of each kind of work")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -221,6 +221,10 @@ def to_store_error(error: RedisError) -> StoreError:
         return StoreFullError("the server has no room", got=got)
     if isinstance(error, AuthenticationError | NoPermissionError):
         return StoreError("the server refuses us", got=got)
+    if isinstance(error, ReadOnlyError):
+        return StoreUnavailableError(
+            "the server is a replica and takes no writes", expected="the primary", got=got
+        )
     if _is_passing(error) or str(error).startswith("MISCONF"):
         return StoreUnavailableError("the server does not answer", got=got)
     return StoreError("the server refused", got=got)

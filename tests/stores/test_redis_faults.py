@@ -84,6 +84,28 @@ def test_a_server_that_is_gone_is_an_error_in_bounded_time(server: RedisServer) 
             assert time.monotonic() - started < 3
 
 
+def test_a_replica_is_read_and_takes_writes_once_it_is_the_primary(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    with RedisStore(server.url) as store:
+        store.put("p", "k", plain_row(1))
+    replica = RedisServer(tmp_path / "replica", replicaof=f"127.0.0.1 {server.port}")
+    try:
+        with RedisStore(replica.url, timeout_s=0.5) as store, replica.client() as client:
+            deadline = time.monotonic() + 60
+            while store.keys("p") != ["k"]:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert same_bits(store.get("p", ["k"])[0], plain_row(1))
+            with pytest.raises(StoreUnavailableError, match="a replica and takes no writes"):
+                store.put("p", "l", plain_row(2))
+            server.stop(kill=True)
+            client.execute_command("REPLICAOF", "NO", "ONE")
+            assert store.put("p", "l", plain_row(2)) is True
+    finally:
+        replica.stop(kill=True)
+
+
 def test_a_server_that_hangs_is_an_error_in_bounded_time(server: RedisServer) -> None:
     with RedisStore(server.url, timeout_s=0.5) as store:
         store.put("p", "k", plain_row(1))

@@ -104,13 +104,13 @@ class EngineContract(LifecycleContract):
 
     def test_a_live_request_id_is_not_taken_twice(self) -> None:
         async def scenario(engine: Engine) -> None:
-            request = self.request(max_tokens=400)
+            request = self.request(max_tokens=200)
             task = asyncio.create_task(engine.generate(request))
             await until(lambda: engine.stats().live_requests == 1)
             with pytest.raises(RequestRejectedError, match="request_id"):
                 await engine.generate(request)
-            assert len((await task).generated_token_ids) == 400
-            assert len((await engine.generate(request)).generated_token_ids) == 400
+            assert len((await task).generated_token_ids) == 200
+            assert len((await engine.generate(request)).generated_token_ids) == 200
 
         self.run(scenario)
 

@@ -29,9 +29,9 @@ class LifecycleContract(EngineSuite):
 
         async def scenario(engine: Engine) -> None:
             await engine.set_weight_version(1)
-            before = await engine.generate(self.request(max_tokens=400))
+            before = await engine.generate(self.request(max_tokens=200))
             made = engine.stats().generated_tokens
-            task = asyncio.create_task(engine.generate(self.request(max_tokens=400)))
+            task = asyncio.create_task(engine.generate(self.request(max_tokens=200)))
             await until(lambda: engine.stats().generated_tokens >= made + 8)
             await engine.pause()
             await engine.suspend(mode)
@@ -42,7 +42,7 @@ class LifecycleContract(EngineSuite):
             (start, old), (boundary, new) = result.policy_epochs
             assert (start, old, new) == (0, 1, 2)
             first = len(self.prompt)
-            assert first + 8 <= boundary + 1 < first + 400
+            assert first + 8 <= boundary + 1 < first + 200
             kept = boundary + 1 - first
             same = result.generated_token_ids[:kept] == before.generated_token_ids[:kept]
             assert same.all()
@@ -79,9 +79,9 @@ class LifecycleContract(EngineSuite):
 
     def test_pause_stops_and_unpause_goes_on(self) -> None:
         async def scenario(engine: Engine) -> None:
-            whole = await engine.generate(self.request(max_tokens=200))
+            whole = await engine.generate(self.request(max_tokens=100))
             made = engine.stats().generated_tokens
-            task = asyncio.create_task(engine.generate(self.request(max_tokens=200)))
+            task = asyncio.create_task(engine.generate(self.request(max_tokens=100)))
             await until(lambda: engine.stats().generated_tokens > made)
             await engine.pause()
             assert engine.state() is EngineState.PAUSED

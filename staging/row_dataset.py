@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
+from inspect import signature
 from typing import Any
 
+from tokenplane.schemas.errors import ConfigError
 from tokenplane.staging.open_store import open_store
 from tokenplane.staging.row_dataset_batches import RowBatch, RowReader
 
@@ -23,6 +25,8 @@ TENSORS = (
 )
 """Fields of ``RowBatch`` that become tensors of the same dtype."""
 
+_READER = signature(RowReader)
+
 
 def row_dataset(url: str, consumer: str, **options: Any) -> Any:
     """A dataset whose items are batches: dictionaries of tensors (``TENSORS``) and of strings.
@@ -38,7 +42,17 @@ def row_dataset(url: str, consumer: str, **options: Any) -> Any:
         url: of the store.
         consumer: readers of one name share the rows out; readers of another get them all again.
         options: of ``RowReader``: ``max_rows`` and ``lease_s`` are needed.
+
+    Raises:
+        ConfigError: a needed option is not there, or one is unknown. Their values are judged by the
+            first claim.
     """
+    try:
+        _READER.bind(None, consumer, **options)
+    except TypeError as exc:
+        raise ConfigError(
+            f"options of the dataset: {exc}", expected=list(_READER.parameters)[2:]
+        ) from exc
     return _dataset_class()(url, consumer, options)
 
 

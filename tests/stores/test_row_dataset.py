@@ -136,6 +136,13 @@ def test_the_torch_dataset(tmp_path: Path) -> None:
         assert store.stats(TRAINING_PARTITION).backlog == {"t": 0}
 
 
+@pytest.mark.parametrize("options", [{"max_rows": 4}, {"max_rows": 4, "lease_s": 1, "rows": 2}])
+def test_wrong_options_are_refused_before_the_first_batch(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"lease_s|rows") as refused:
+        row_dataset("memory:", "trainer", **options)
+    assert "max_rows" in str(refused.value)
+
+
 def test_an_empty_claim_makes_no_batch() -> None:
     with MemoryStore() as store:
         assert RowReader(store, "t", max_rows=1, lease_s=1).claim() is None

@@ -140,6 +140,16 @@ class Admissions:
             {} if decision.admission is None else {ADMISSION_KEY: decision.admission},
         )
 
+    def record_cancelled(self, admitted: Admitted, code: str) -> None:
+        """Keep the failure of a call that nobody waits for any more."""
+        if admitted.model_call_id is not None:
+            self._failures.record(
+                rollout_id=admitted.rollout_id,
+                model_call_id=admitted.model_call_id,
+                code=code,
+                message="the request was cancelled before it was answered; nothing was staged",
+            )
+
     def _unusable(
         self, now: float, rollout_id: str, call_id: str, code: str, error: Exception
     ) -> Admitted:

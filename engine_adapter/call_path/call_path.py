@@ -7,6 +7,7 @@ hashes, renders, reads or writes runs in a bounded pool of threads, never on the
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import OrderedDict
@@ -48,6 +49,7 @@ from tokenplane.schemas.epochs import spans_epochs
 from tokenplane.schemas.errors import (
     DeadlineError,
     PrefixError,
+    RequestCancelledError,
     RequestRejectedError,
     SpliceError,
     TokenplaneError,
@@ -189,8 +191,8 @@ class CallPath:
         try:
             prepared = await self.in_pool(lambda: self._prepare(call, admitted))
             result = await self._generate(call, prepared, on_tokens)
-        except asyncio.CancelledError:
-            self._record_cancelled(admitted)
+        except (asyncio.CancelledError, RequestCancelledError) as error:
+            self._record_cancelled(admitted, getattr(error, "code", "client_disconnected"))
             raise
         finishing = asyncio.ensure_future(
             self.in_pool(lambda: self._finish(call, admitted, prepared, result, started))
@@ -337,14 +339,11 @@ class CallPath:
                 spans=spans_epochs(result.policy_epochs),
             )
 
-    def _record_cancelled(self, admitted: Admitted) -> None:
-        """Keep the failure of a call that nobody waits for any more, off the event loop."""
-        if admitted.model_call_id is None:
-            return
-        self._pool.submit(
-            self._failures.record,
-            rollout_id=admitted.rollout_id,
-            model_call_id=admitted.model_call_id,
-            code="server_stopped" if self.stopping else "client_disconnected",
-            message="the request was cancelled before it was answered; nothing was staged",
-        )
+    def _record_cancelled(self, admitted: Admitted, code: str) -> None:
+        """Off the event loop, as long as there is somewhere else."""
+        code = "server_stopped" if self.stopping else code
+        record = functools.partial(self._admissions.record_cancelled, admitted, code)
+        try:
+            self._pool.submit(record)
+        except RuntimeError:  # the path was closed meanwhile
+            record()

@@ -127,7 +127,7 @@ class ModelRoutes:
             return await self._start_stream(request, parsed)
         try:
             outcome = await until_disconnect(request.receive, self._call(parsed.call))
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, RequestCancelledError):
             if not self._parts.path.stopping:
                 raise
             # The drain is over. A coded answer tells the client more than a cut connection.

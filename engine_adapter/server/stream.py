@@ -59,8 +59,7 @@ async def until_disconnect[T](receive: Receive, work: Coroutine[Any, Any, T]) ->
             raise ClientGoneError
         return task.result()
     finally:
-        await _cancel(gone)
-        await _cancel(task)
+        await _cancel(task, gone)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -68,12 +67,15 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _cancel(task: asyncio.Future[Any]) -> None:
-    """Cancel and wait until it has ended."""
-    if not task.done():
-        task.cancel()
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel and wait until all have ended. What they raise then is nobody's."""
+    left = {task for task in tasks if task.cancel()}
+    if left:
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait({task})
+            await asyncio.wait(left)
+    for task in left:
+        if task.done() and not task.cancelled():
+            task.exception()
 
 
 class StreamedCall:

@@ -191,6 +191,37 @@ async def test_an_answer_that_takes_too_long_is_a_504_and_frees_the_engine() -> 
         assert not served.rows()
 
 
+@pytest.mark.parametrize(
+    ("stopping", "code"), [(True, "server_stopped"), (False, "request_cancelled")]
+)
+async def test_a_call_whose_engine_is_closed_is_answered_and_recorded(
+    stopping: bool, code: str
+) -> None:
+    """The engine may end a call before the server's own cancelling reaches it."""
+    engine = scripted([say("a very long answer " * 40)], step_s=0.02)
+    async with serving(engine) as served:
+        running = asyncio.create_task(served.chat([user("a")]))
+        await until(lambda: engine.stats().generated_tokens > 2)
+        served.parts.path.stopping = stopping
+        await engine.close()
+        reply = await running
+        assert reply.status_code == 503
+        assert error_of(reply)["code"] == code
+        await until(lambda: bool(served.parts.ledger.failures("r1")))
+        assert [failure.code for failure in served.parts.ledger.failures("r1")] == [code]
+
+
+async def test_a_call_that_ends_after_the_path_was_closed_is_recorded() -> None:
+    engine = scripted([say("a very long answer " * 40)], step_s=0.02)
+    async with serving(engine) as served:
+        running = asyncio.create_task(served.chat([user("a")]))
+        await until(lambda: engine.stats().generated_tokens > 2)
+        served.parts.path.close()
+        await engine.close()
+        assert (await running).status_code == 503
+        assert [f.code for f in served.parts.ledger.failures("r1")] == ["request_cancelled"]
+
+
 async def test_too_many_calls_at_once_are_turned_away() -> None:
     engine = scripted([say("one two three")], step_s=0.02)
     async with serving(engine, max_in_flight=1) as served:

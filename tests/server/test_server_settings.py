@@ -169,7 +169,7 @@ def test_bad_usage_ends_with_2_and_one_line(
 
 
 def test_a_gpu_without_room_is_an_error_in_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(_model: object) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
@@ -177,7 +177,7 @@ def test_a_gpu_without_room_is_an_error_in_one_line(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_model, "gpu_twin", no_room)
     assert serve.main(["--model", "tiny", "--store", "memory:", "--engine", "dynamic"]) == 1
-    said = capsys.readouterr().err.splitlines()[-1]
+    said = capfd.readouterr().err.splitlines()[-1]
     assert said.startswith("tokenplane serve: engine_error: the dynamic engine did not start")
     assert said.endswith("OutOfMemoryError: CUDA out of memory")
 

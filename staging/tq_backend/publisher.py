@@ -66,6 +66,7 @@ class Publisher:
         self._closed = False
         self._under_way: Counter[str] = Counter()
         self._litter: set[str] = set()
+        self._abandoned: list[Publication] = []
         self._thread = threading.Thread(target=self._run, name="tq-publisher", daemon=True)
         self._thread.start()
 
@@ -117,12 +118,22 @@ class Publisher:
             self._end(publication)
 
     def abandon(self, publication: Publication) -> None:
-        """The journal refused the row: the places are given back by the next replay."""
-        if publication.reservation is not None:
-            with self._state:
-                self._litter.update(publication.names)
-                self._asked += 1
+        """The journal refused the row: a replay gives the places back once the queue gave them."""
+        if publication.reservation is None:
+            self._end(publication)
+            return
+        with self._state:
+            self._abandoned.append(publication)
+        publication.reservation.done.add_done_callback(lambda _: self._throw_away(publication))
+
+    def _throw_away(self, publication: Publication) -> None:
+        with self._state:
+            self._abandoned = [left for left in self._abandoned if left is not publication]
+            self._litter.update(publication.names)
+            self._asked += 1
         self._end(publication)
+        with self._state:
+            self._state.notify_all()
 
     def _end(self, publication: Publication) -> None:
         with self._state:
@@ -153,13 +164,20 @@ class Publisher:
     def wait(self, timeout_s: float) -> bool:
         """True when the queue holds what the journal holds; False when the time is over."""
         with self._state:
-            self._urgent = self._done < self._asked
-            self._state.notify_all()
-            self._state.wait_for(lambda: self._is_level() or self._closed, timeout_s)
+            self._state.wait_for(self._hurry, timeout_s)
             return self._is_level()
 
+    def _hurry(self) -> bool:
+        """True when there is nothing to wait for; else a replay that is due begins at once."""
+        if self._done < self._asked and not self._urgent:
+            self._urgent = True
+            self._state.notify_all()
+        return self._is_level() or self._closed
+
     def _is_level(self) -> bool:
-        return self._done >= self._asked and self._link is not None
+        link = self._link
+        given_back = all(publication.link is not link for publication in self._abandoned)
+        return self._done >= self._asked and given_back and link is not None
 
     def close(self, *, join_s: float = 2.0) -> None:
         """End the thread and the link. Idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -137,6 +138,29 @@ def test_a_refused_row_leaves_nothing_in_the_queue(
         assert here.wait_published(WAIT_S)
         assert _link(there).names().keys() == {row_name("p", "k")}
         assert same_bits(there.get("p", ["k"])[0], plain_row(1))
+
+
+def test_a_refused_row_whose_places_come_late_leaves_nothing_in_the_queue(
+    ray_address: str, there: TransferQueueStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve, landed = link_module.QueueLink._reserve, threading.Event()
+
+    async def late(link: Any, *request: Any) -> Any:
+        await asyncio.sleep(0.5)
+        meta = await reserve(link, *request)
+        landed.set()
+        return meta
+
+    with _open(
+        ray_address, tmp_path / "here", tmp_path.name, max_bytes=20_000, full_wait_s=0
+    ) as here:
+        assert here.wait_published(WAIT_S)
+        monkeypatch.setattr(link_module.QueueLink, "_reserve", late)
+        with pytest.raises(StoreFullError):
+            here.put("p", "k", plain_row(2), blobs=[to_blob(MEDIA)])
+        assert here.wait_published(WAIT_S)
+        assert landed.wait(WAIT_S)
+        assert _link(there).names() == {}
 
 
 def test_a_row_that_comes_back_while_its_place_is_cleared_is_published(

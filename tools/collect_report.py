@@ -95,7 +95,13 @@ def print_report(report: CollectReport) -> None:
     }
     table = Table(box=None, pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="left" if name in _WORDS else "right")
+        # On a narrow terminal cells take more lines; none is cut.
+        table.add_column(
+            name,
+            justify="left" if name in _WORDS else "right",
+            no_wrap=name == "status",
+            overflow="fold",
+        )
     for rollout in report.rollouts:
         table.add_row(*(str(show(rollout)) for show in columns.values()))
     console = open_console()

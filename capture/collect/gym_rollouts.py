@@ -17,11 +17,13 @@ from tokenplane.schemas.errors import (
     ConfigError,
     DeadlineError,
     InvalidRecordError,
+    LedgerError,
     StoreUnavailableError,
 )
 from tokenplane.schemas.manifest import RolloutManifest
 from tokenplane.schemas.wire import parse_model
 
+MAX_TIMEOUT_S = 86_400.0
 MANIFEST_PATH = "/training-token-capture/control/rollouts/{}/manifest"
 
 
@@ -31,7 +33,7 @@ def rollout_id_of(record: Mapping[str, Any]) -> str:
     ``_ng_rollout_id`` where it is set, else ``<task>-<rollout>``; ``-a<n>`` for attempt n > 0.
 
     Raises:
-        InvalidRecordError: the record carries neither.
+        InvalidRecordError: the record carries neither, or an attempt that is no number.
         LedgerError: the id is malformed.
     """
     ident = record.get("_ng_rollout_id")
@@ -43,10 +45,15 @@ def rollout_id_of(record: Mapping[str, Any]) -> str:
                 got=sorted(record)[:12],
             )
         ident = f"{task}-{rollout}"
-    attempt = record.get("_ng_attempt_index")
-    if attempt:
-        ident = f"{ident}-a{attempt}"
     check_rollout_id(ident)
+    attempt = record.get("_ng_attempt_index")
+    try:
+        number = 0 if attempt is None else int(attempt)  # as Gym reads it
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise InvalidRecordError("_ng_attempt_index", expected="a number", got=attempt) from exc
+    if number > 0:
+        ident = f"{ident}-a{number}"
+        check_rollout_id(ident)
     return str(ident)
 
 
@@ -54,17 +61,18 @@ def to_outcome(record: Mapping[str, Any]) -> RolloutOutcome:
     """What a rollout record says: reward, group (its task), and the scored response as witness.
 
     Raises:
-        InvalidRecordError: no rollout id, or a reward that is no number.
+        InvalidRecordError: no rollout id, or a reward that is no finite number.
+        LedgerError: the id is malformed.
     """
     response = record.get("response")
     scored = response if isinstance(response, Mapping) else None
     reward = record.get("reward")
-    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+    if isinstance(reward, bool):
         raise InvalidRecordError("reward", expected="a number or null", got=repr(reward))
     task = record.get("_ng_task_index")
     return RolloutOutcome(
         rollout_id=rollout_id_of(record),
-        reward=None if reward is None else float(reward),
+        reward=reward,
         group_id=None if task is None else str(task),
         response_id=None if scored is None else scored.get("id"),
         scored=scored,
@@ -76,10 +84,11 @@ def read_outcomes(path: Path) -> Iterator[RolloutOutcome]:
 
     Raises:
         InvalidRecordError: names the line that is no rollout record.
+        LedgerError: names the line with a malformed rollout id.
         ConfigError: the file cannot be read.
     """
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _parse_line(line, f"{path.name}:{number}")
@@ -87,17 +96,19 @@ def read_outcomes(path: Path) -> Iterator[RolloutOutcome]:
         raise ConfigError(f"cannot read the rollouts file: {exc.strerror}", key=str(path)) from exc
 
 
-def _parse_line(line: str, where: str) -> RolloutOutcome:
+def _parse_line(line: bytes, where: str) -> RolloutOutcome:
     try:
         record = json.loads(line)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:  # not UTF-8 is a ValueError too
         raise InvalidRecordError("not a JSON line", key=where) from exc
     if not isinstance(record, dict):
         raise InvalidRecordError("a rollout record is an object", key=where)
     try:
         return to_outcome(record)
-    except InvalidRecordError as exc:
-        raise InvalidRecordError(exc.message, key=where, got=exc.got) from exc
+    except (InvalidRecordError, LedgerError) as exc:
+        raise type(exc)(
+            exc.message, code=exc.code, key=where, expected=exc.expected, got=exc.got
+        ) from exc
 
 
 class GymManifests:
@@ -107,9 +118,14 @@ class GymManifests:
         base_url: of the model server, without a path.
         token: the control secret (``NEMO_GYM_TOKEN_CAPTURE_CONTROL_TOKEN`` there).
         timeout_s: of each request; there are no silent retries.
+
+    Raises:
+        ConfigError: not an http(s) URL, a secret that no header can hold, or a timeout not
+            above 0 or beyond a day.
     """
 
     def __init__(self, base_url: str, token: str, *, timeout_s: float = 60.0) -> None:
+        _check_settings(base_url, token, timeout_s)
         self._timeout_s = timeout_s
         self._client = httpx.Client(
             base_url=base_url.rstrip("/"),
@@ -124,7 +140,8 @@ class GymManifests:
         Raises:
             DeadlineError: no answer in time.
             StoreUnavailableError: no connection, or the server failed.
-            ConfigError: the secret is refused (401), or there is no such route (404).
+            ConfigError: the secret is refused (401), there is no such route (404), or what answers
+                speaks no JSON.
             InvalidRecordError: not a manifest, or another rollout's.
         """
         check_rollout_id(rollout_id)
@@ -146,6 +163,15 @@ class GymManifests:
             raise StoreUnavailableError(
                 f"the Gym model server answered {reply.status_code}", key=rollout_id
             )
+        try:
+            reply.json()
+        except (ValueError, RecursionError) as exc:
+            raise ConfigError(
+                "what answered is no Gym model server: check the URL",
+                key=rollout_id,
+                expected="JSON",
+                got=reply.content[:40],
+            ) from exc
         manifest = parse_model(RolloutManifest, reply.content, key=rollout_id)
         if manifest.rollout_id != rollout_id:
             raise InvalidRecordError(
@@ -167,3 +193,21 @@ class GymManifests:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_settings(base_url: str, token: str, timeout_s: float) -> None:
+    try:
+        url = httpx.URL(base_url)
+        usable = url.scheme in ("http", "https") and bool(url.host)
+    except httpx.InvalidURL:
+        usable = False
+    if not usable:
+        raise ConfigError(
+            "URL of the Gym model server", expected="http://HOST:PORT", got=repr(base_url)
+        )
+    if not (token.isascii() and token.isprintable() and token.strip()):
+        raise ConfigError("the control secret", expected="printable ASCII")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ConfigError(
+            "timeout", expected=f"above 0, at most {MAX_TIMEOUT_S:g} s", got=timeout_s
+        )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,11 @@ from tokenplane.schemas.training_row import CallSpan, TrainingRow
 
 @dataclass(frozen=True, slots=True)
 class RolloutOutcome:
-    """What the environment says about a finished rollout."""
+    """What the environment says about a finished rollout.
+
+    Raises:
+        InvalidRecordError: a reward that is no finite number.
+    """
 
     rollout_id: str
     reward: float | None = None
@@ -32,6 +38,12 @@ class RolloutOutcome:
     """Id of the response that was scored."""
     scored: Mapping[str, Any] | None = field(default=None, repr=False)
     """The scored, Responses-shaped object."""
+
+    def __post_init__(self) -> None:
+        if self.reward is not None and not _is_finite(self.reward):
+            raise InvalidRecordError(
+                "reward", expected="a finite number or none", got=repr(self.reward)[:60]
+            )
 
 
 def to_training_row(
@@ -121,6 +133,13 @@ def row_id(rollout_id: str, segment: int, *, salvaged: bool) -> str:
     the strict one.
     """
     return f"{rollout_id}{f'#{segment}' if segment else ''}{'~salvaged' if salvaged else ''}"
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond any float
+        return False
 
 
 PLACEHOLDER_TOKEN = 0

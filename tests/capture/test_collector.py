@@ -11,7 +11,13 @@ from tests.capture.rollouts import Call, RolloutMaker
 from tokenplane.capture.collect.collector import Collector
 from tokenplane.capture.collect.training_rows import RolloutOutcome
 from tokenplane.capture.token_stager import TQMegatronTokenStager
-from tokenplane.schemas.errors import ConfigError, KeyConflictError, StoreUnavailableError
+from tokenplane.schemas.errors import (
+    ConfigError,
+    InvalidRecordError,
+    KeyConflictError,
+    SealedPartitionError,
+    StoreUnavailableError,
+)
 from tokenplane.schemas.manifest import CallRecord, ManifestFailure, RolloutManifest
 from tokenplane.schemas.training_row import parse_training_row
 from tokenplane.staging import StagingStore, TokenSink, TokenSource, open_store
@@ -103,6 +109,13 @@ def test_reasons_of_placeholders(outcome: RolloutOutcome, failures: Any, reason:
     assert row.reason == reason
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 10**400, "1", [1.0]], ids=repr)
+def test_a_reward_that_is_no_finite_number_is_no_outcome(reward: Any) -> None:
+    with pytest.raises(InvalidRecordError, match="reward"):
+        RolloutOutcome("roll-1", reward=reward)
+    assert RolloutOutcome("roll-1", reward=np.float32(0.5)).reward == 0.5
+
+
 def test_a_group_always_has_its_size() -> None:
     rig = Rig()
     group = [
@@ -137,6 +150,22 @@ def test_another_row_under_the_same_id_is_refused() -> None:
     other = RolloutOutcome("roll-1", reward=0.0, declared=rig.outcome.declared)
     with pytest.raises(KeyConflictError):
         collector.publish(collector.finalize(other), rig.store)
+
+
+@pytest.mark.parametrize("refusal", ["conflict", "sealed"])
+def test_nothing_is_cleaned_before_every_row_is_published(refusal: str) -> None:
+    """The store refuses a row of the group, the first or a later one: all staged rows stay."""
+    rig = Rig()
+    staged = rig.store.keys("staged")
+    collector = rig.collector({"roll-1": rig.manifest})
+    rows = collector.finalize_group([rig.outcome, RolloutOutcome("lost", 0.0)])
+    collector.publish(collector.finalize(RolloutOutcome("lost", 1.0)), rig.store)
+    if refusal == "sealed":
+        rig.store.seal("rows")
+    with pytest.raises(SealedPartitionError if refusal == "sealed" else KeyConflictError):
+        collector.publish(rows, rig.store, clean_partition="staged")
+    assert ("roll-1" in rig.store.keys("rows")) == (refusal == "conflict")
+    assert rig.store.keys("staged") == staged
 
 
 def test_a_failed_clean_up_is_reported_and_undoes_nothing(monkeypatch: Any) -> None:
@@ -199,6 +228,14 @@ def test_salvage_offers_the_verified_part_and_never_mixes() -> None:
     rig.store.discard("staged", [rig.chain[0].key])
     [lost] = rig.collector(salvage=True).finalize(rig.outcome)
     assert (lost.salvaged, lost.sample_mask, lost.row_id) == (False, 0, "roll-1")
+
+
+def test_salvage_of_a_strict_reading_that_lost_a_side_branch() -> None:
+    rig = Rig()
+    rig.store.discard("staged", [rig.branch.key])
+    [row] = rig.collector(strictness="gym", salvage=True).finalize(rig.outcome)
+    assert (row.salvaged, row.reason, row.row_id) == (True, "missing_row", "roll-1~salvaged")
+    assert row.token_ids.tolist() == rig.chain[-1].tokens.tolist()
 
 
 def test_salvage_of_a_rollout_whose_last_call_failed() -> None:

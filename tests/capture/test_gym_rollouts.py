@@ -39,6 +39,20 @@ def test_rollout_ids() -> None:
         rollout_id_of({"_ng_rollout_id": "../x"})
 
 
+@pytest.mark.parametrize(
+    ("attempt", "ident"), [(None, "x"), (-1, "x"), ("0", "x"), ("2", "x-a2"), (True, "x-a1")]
+)
+def test_an_attempt_is_read_as_gym_reads_it(attempt: Any, ident: str) -> None:
+    """With ``int``, and only what is above 0 counts (its ``rollout_correlation``)."""
+    assert rollout_id_of({"_ng_rollout_id": "x", "_ng_attempt_index": attempt}) == ident
+
+
+@pytest.mark.parametrize("attempt", ["b", [], {}, float("nan"), float("inf")], ids=repr)
+def test_an_attempt_that_is_no_number_is_refused(attempt: Any) -> None:
+    with pytest.raises(InvalidRecordError, match="_ng_attempt_index"):
+        rollout_id_of({"_ng_rollout_id": "x", "_ng_attempt_index": attempt})
+
+
 def test_outcomes(tmp_path: Path) -> None:
     record = {
         "_ng_task_index": 1,
@@ -60,6 +74,32 @@ def test_outcomes(tmp_path: Path) -> None:
     assert caught.value.key == "rollouts.jsonl:2"
     with pytest.raises(ConfigError):
         list(read_outcomes(tmp_path / "nothing"))
+
+
+GOOD = b'{"_ng_rollout_id": "a"}'
+BAD_LINES: list[tuple[bytes, str]] = [
+    (b"\xff\xfe", "invalid_record"),
+    (b'{"_ng_rollout_id": "\xff"}', "invalid_record"),
+    (b"[" * 100_000, "invalid_record"),
+    (b"[]", "invalid_record"),
+    (b"{}", "invalid_record"),
+    (b'{"_ng_rollout_id": "a", "_ng_attempt_index": "b"}', "invalid_record"),
+    *(
+        (b'{"_ng_rollout_id": "a", "reward": %b}' % reward, "invalid_record")
+        for reward in (b"NaN", b"-Infinity", b"1e999", b"1" * 400, b'"1"', b"true", b"[1]")
+    ),
+    (b'{"_ng_rollout_id": "a b"}', "invalid_rollout_id"),
+    (b'{"_ng_rollout_id": 5}', "invalid_rollout_id"),
+]
+
+
+@pytest.mark.parametrize(("line", "code"), BAD_LINES, ids=lambda value: repr(value)[:40])
+def test_whatever_is_wrong_with_a_line_names_it(line: bytes, code: str, tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_bytes(GOOD + b"\n\n" + line + b"\n")
+    with pytest.raises(TokenplaneError) as caught:
+        list(read_outcomes(path))
+    assert (caught.value.code, caught.value.key) == (code, "rollouts.jsonl:3")
 
 
 class Gym(BaseHTTPRequestHandler):
@@ -110,7 +150,9 @@ def test_a_manifest_is_asked_for_with_the_secret(gym: Any) -> None:
         (401, "{}", ConfigError),
         (404, "{}", ConfigError),
         (500, "{}", StoreUnavailableError),
-        (200, "not json", InvalidRecordError),
+        (200, "<html>a proxy</html>", ConfigError),
+        (200, "[" * 100_000, ConfigError),
+        (200, "[]", InvalidRecordError),
         (200, '{"rollout_id": "other"}', InvalidRecordError),
         (200, '{"rollout_id": "0-1", "extra": 1}', InvalidRecordError),
     ],
@@ -138,3 +180,17 @@ def test_a_silent_server_meets_the_deadline(gym: Any) -> None:
         pytest.raises(StoreUnavailableError),
     ):
         manifests.manifest("0-1")
+
+
+SETTINGS: list[dict[str, Any]] = [
+    *({"base_url": url} for url in ("", "gym", "ftp://gym", "http://", "http://[::1")),
+    *({"token": token} for token in ("", " ", "é", "a\nb")),
+    *({"timeout_s": seconds} for seconds in (0, -1, float("nan"), float("inf"))),
+]
+
+
+@pytest.mark.parametrize("wrong", SETTINGS, ids=repr)
+def test_a_wrong_setting_is_no_verdict_on_a_rollout(wrong: dict[str, Any]) -> None:
+    """Found before anything is asked: else every rollout would be published as a placeholder."""
+    with pytest.raises(ConfigError):
+        GymManifests(**{"base_url": "http://127.0.0.1:9", "token": "s", **wrong})

@@ -183,6 +183,8 @@ async def compare(ours: Any, theirs: Any, seed: int) -> dict[str, int]:
                 for ledger in (ours, theirs):
                     await ledger.record_failure(rollout, call, "worker_capture_failed")
                     await ledger.record_failure(rollout, call, "worker_capture_failed")
+                if commits and rng.random() < 0.5:
+                    counts["refused"] += await both_refuse(ours, theirs, commits[-1], call)
                 continue
             answer = [{"type": "message", "role": "assistant", "content": rng.choice("xyz")}]
             tokens = [ord(item["content"]) for item in [*items, *answer]]
@@ -194,14 +196,18 @@ async def compare(ours: Any, theirs: Any, seed: int) -> dict[str, int]:
                 await ledger.record(commit)
             conversations.append([*items, *answer])
             counts["refused"] += await both_refuse(ours, theirs, commit)
+            if rng.random() < 0.1:
+                for ledger in (ours, theirs):
+                    await ledger.record_failure(rollout, call, "invalid_worker_commit_coordinates")
         assert await ours.manifest(rollout) == await theirs.manifest(rollout)
         assert await ours.has_rows(rollout) == await theirs.has_rows(rollout)
     return counts
 
 
-async def both_refuse(ours: Any, theirs: Any, commit: Any) -> int:
-    """1 if both ledgers refuse another commit under the same call."""
-    other = commit.record.model_copy(update={"weight_version": 2})
+async def both_refuse(ours: Any, theirs: Any, commit: Any, call: str | None = None) -> int:
+    """1 if both ledgers refuse another commit under the same call, or under one that failed."""
+    change = {"weight_version": 2} if call is None else {"model_call_id": call}
+    other = commit.record.model_copy(update=change)
     refused = 0
     for ledger in (ours, theirs):
         try:
@@ -222,7 +228,7 @@ async def main(url: str, folder: str, seed: int) -> dict[str, Any]:
             "process_shared": ours.is_process_shared(),
             "conformance": await conformance(url),
             "compared": await compare(ours, theirs, seed),
-            "torch_loaded": "torch" in sys.modules,
+            "loaded": sorted({name.partition(".")[0] for name in sys.modules}),
         }
     finally:
         await ours.close()

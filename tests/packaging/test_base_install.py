@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import gym_env
 import pytest
 from bootstrap import private_uv
 from interpreters import find_python
@@ -81,6 +83,30 @@ def test_no_requirement_is_missing(environment: Path, uv: Callable[..., str]) ->
 
 def test_a_store_opens(environment: Path) -> None:
     run_python(environment, USE)
+
+
+def test_gym_s_library_loads_our_ledger_by_name(
+    environment: Path, root: Path, tmp_path: Path
+) -> None:
+    """Gym's loader, its conformance checks and its own ledger beside ours: on this Python, with
+    nothing but the base install and Gym's capture library."""
+    (gym,) = gym_env.gym_python().parents[1].glob("lib/python3*/site-packages/nemo_gym")
+    (tmp_path / "gym").mkdir()
+    (tmp_path / "gym" / "nemo_gym").symlink_to(gym)
+    checks = root / "tests" / "interop" / "gym_ledger_checks.py"
+    done = subprocess.run(
+        [environment / "bin" / "python", "-B", checks, f"file://{tmp_path}/store", tmp_path, "3"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "gym")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["type"] == "tokenplane.capture.gym_ledger:GymLedger"
+    assert found["is_capture_ledger"]
+    assert found["conformance"] == ["lineage_visibility", "fresh_client_lineage_visibility"]
+    assert not set(HEAVY) & set(found["loaded"])
 
 
 def test_the_command_explains_itself(environment: Path) -> None:

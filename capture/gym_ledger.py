@@ -4,7 +4,8 @@ Gym loads it by name (``lineage_store: tokenplane.capture.gym_ledger:GymLedger``
 ``lineage_store_kwargs: {store: "file:///abs/dir"}``) and calls it by duck type, so nothing of Gym
 is imported here. It needs the base install only.
 
-Better than the stock file ledger in one rule: several calls that match a request are
+Better than the stock file ledger in two rules, where several calls match a request. The one whose
+answer is the request's last turn of the model wins: it is the longest match. And calls are
 interchangeable if their whole token sequences are equal, so a repeated identical answer does not
 lose its parent. Different sequences stay unresolved.
 """
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
+from itertools import takewhile
 from typing import Any
 
 from tokenplane.capture.ledger import check_rollout_id
@@ -25,6 +27,7 @@ from tokenplane.schemas.fingerprints import (
     assistant_fingerprint,
     canonical_json,
     conversation_digest,
+    is_assistant,
 )
 from tokenplane.schemas.gym_ledger_row import (
     GYM_LEDGER_PARTITION,
@@ -188,6 +191,7 @@ class GymLedger:
                 found.append((row, parse_model(CallRecord, row.record)))
         if not found:
             return ParentResolution(ParentStatus.UNRESOLVED, reason="no_match")
+        found = [pair for pair in found if _is_last_turn(items, pair[0].context_len)] or found
         if len({(record.cumulative_hash, record.cum_len) for _, record in found}) > 1:
             return ParentResolution(ParentStatus.UNRESOLVED, reason="ambiguous")
         row, record = min(found, key=lambda pair: pair[1].model_call_id)
@@ -200,6 +204,14 @@ class GymLedger:
             chain_hash=record.chain_hash,
         )
         return ParentResolution(ParentStatus.RESOLVED, match)
+
+
+def _is_last_turn(items: Sequence[dict[str, Any]], start: int | None) -> bool:
+    """Whether the model's items from ``start`` on are one turn, and its last: only then can a call
+    with ``start`` items of context have given it."""
+    rest = [is_assistant(item) for item in items[start:] if item.get("type") != "reasoning"]
+    turn = list(takewhile(bool, rest))
+    return bool(turn) and not any(rest[len(turn) :])
 
 
 def _failure_prefix(rollout_id: str, model_call_id: str) -> str:

@@ -17,14 +17,16 @@ USER = {"role": "user", "content": "2+2?"}
 ANSWER = {"type": "message", "role": "assistant", "content": "4"}
 
 
-def commit(ident: str, items: Any = (USER,), **fields: Any) -> CaptureLedgerCommit:
+def commit(
+    ident: str, items: Any = (USER,), answer: Any = (ANSWER,), **fields: Any
+) -> CaptureLedgerCommit:
     row = record(ident, **fields)
     return CaptureLedgerCommit(
         rollout_id="0-1",
         record=row,
         staging_chain=(row.staging_key,),
         request_items=list(items),
-        response_items=[ANSWER],
+        response_items=list(answer),
     )
 
 
@@ -61,6 +63,42 @@ def test_identical_replies_resolve_if_their_tokens_are_equal(ledger: GymLedger) 
     assert run(ledger.resolve("0-1", [USER, ANSWER, USER])).match.model_call_id == "a"
     run(ledger.record(commit("c")))
     assert run(ledger.resolve("0-1", [USER, ANSWER, USER])).reason == "ambiguous"
+
+
+HINT = {"role": "user", "content": "Think again."}
+REASONING = {"type": "reasoning", "summary": []}
+SILENCE = {"type": "message", "role": "assistant", "content": ""}
+CALLS = [{"type": "function_call", "call_id": c, "name": "f", "arguments": "{}"} for c in "xy"]
+RESULTS = [{"type": "function_call_output", "call_id": c, "output": "1"} for c in "xy"]
+
+
+def test_the_longest_matching_parent_wins(ledger: GymLedger) -> None:
+    """The same answer to a prefix of the conversation, and to all of it up to that answer."""
+
+    def parent_of(*items: Any) -> Any:
+        found = run(ledger.resolve("0-1", list(items)))
+        return found.match.model_call_id if found.match else found.reason
+
+    run(ledger.record(commit("short")))
+    run(ledger.record(commit("long", items=[USER, HINT], answer=[REASONING, ANSWER])))
+    assert parent_of(USER, HINT, ANSWER, USER) == "long"
+    assert parent_of(USER, HINT, REASONING, ANSWER, USER) == "long"
+    assert parent_of(USER, ANSWER, HINT) == "short"
+    assert parent_of(USER, ANSWER) == "short"
+    run(ledger.record(commit("silent", items=[USER, ANSWER, HINT], answer=[SILENCE])))
+    assert parent_of(USER, ANSWER, HINT, SILENCE, USER) == "silent"
+    assert parent_of(USER, ANSWER, HINT, USER) == "short"
+    assert parent_of(HINT, ANSWER, USER) == "no_match"
+
+
+def test_tool_results_between_the_calls_of_one_answer(ledger: GymLedger) -> None:
+    """An agent may put each result after its call: the stock ledger finds the parent, ours too."""
+    run(ledger.record(commit("a", answer=CALLS)))
+    mixed = [USER, CALLS[0], RESULTS[0], CALLS[1], RESULTS[1]]
+    assert run(ledger.resolve("0-1", mixed)).match.model_call_id == "a"
+    run(ledger.record(commit("b", items=[USER, *CALLS[:1], *RESULTS[:1]], answer=CALLS[1:])))
+    assert run(ledger.resolve("0-1", mixed)).match.model_call_id == "b"
+    assert run(ledger.resolve("0-1", [USER, *CALLS, *RESULTS])).match.model_call_id == "a"
 
 
 def test_commits_are_write_once(ledger: GymLedger) -> None:

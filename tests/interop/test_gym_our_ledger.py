@@ -14,7 +14,7 @@ from tests.interop.gym_agents import AGENTS, ANSWERS, ChatAgent, run_rollout
 from tests.interop.gym_engine import collect, listening
 from tests.interop.gym_process import LINKS, OUR_LEDGER, GymModelServer
 from tests.interop.gym_proxy import EngineProxy
-from tests.server.serving import say, scripted
+from tests.server.serving import say, scripted, tiny
 from tokenplane.capture.gym_ledger import GymLedger
 
 CHECKS = Path(__file__).with_name("gym_ledger_checks.py")
@@ -74,21 +74,33 @@ async def test_rollouts_resolve_through_it(
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("hint", [None, "Think again."])
 async def test_a_call_made_twice_with_one_answer_keeps_its_continuations(
-    gym: GymModelServer, gym_servers: dict[str, GymModelServer], proxy: EngineProxy
+    hint: str | None,
+    gym: GymModelServer,
+    gym_servers: dict[str, GymModelServer],
+    proxy: EngineProxy,
 ) -> None:
-    """An agent repeats its call and a greedy model its answer: the stock ledger is lost there."""
+    """An agent repeats its call, as it was or with a hint, and a greedy model its answer: the stock
+    ledger is lost there."""
+    rollout = "repeated" if hint is None else "hinted"
     for server, expected in ((gym, []), (gym_servers["megatron_worker"], ["unresolved_parent"])):
-        agent = ChatAgent(server, "repeated")
-        async with listening(scripted([say("One."), say("One."), say("Two.")]), proxy) as served:
+        agent = ChatAgent(server, rollout)
+        engine = scripted([say("One."), say("One."), say("Two.")])
+        async with listening(engine, proxy) as served:
             agent.items.append({"role": "user", "content": "First?"})
             await agent.send()
+            if hint is not None:
+                agent.items.append({"role": "user", "content": hint})
             await agent.call()
             last = await agent.ask("Second?")
-            assert server.reasons("repeated", at_least=len(expected)) == expected
+            assert server.reasons(rollout, at_least=len(expected)) == expected
             if not expected:
-                row = collect(served.store, server.manifest("repeated"), response_id=last["id"])
+                row = collect(served.store, server.manifest(rollout), response_id=last["id"])
                 assert len(row.call_spans) == 2
+                prompt = engine.requests[-1].prompt_token_ids
+                assert row.token_ids[: len(prompt)].tolist() == prompt.tolist()
+                assert hint is None or hint in tiny().tokenizer.decode(prompt)
 
 
 @pytest.mark.engine

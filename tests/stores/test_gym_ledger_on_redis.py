@@ -31,6 +31,7 @@ def ledger(url: str) -> Iterator[GymLedger]:
     [
         rules.test_parents,
         rules.test_identical_replies_resolve_if_their_tokens_are_equal,
+        rules.test_the_longest_matching_parent_wins,
         rules.test_commits_are_write_once,
         rules.test_the_manifest_lists_commits_and_failures_in_order,
         rules.test_what_cannot_be_fingerprinted_is_kept_and_never_a_parent,

@@ -14,11 +14,11 @@ from tests.interop.gym_agents import ANSWERS, Agent, ChatAgent, ResponsesAgent, 
 from tests.interop.gym_engine import listening
 from tests.interop.gym_process import CONTROL_TOKEN, CONTROL_TOKEN_ENV, GymModelServer
 from tests.interop.gym_proxy import EngineProxy
-from tests.server.serving import say, scripted
+from tests.server.serving import encode, say, scripted
 from tokenplane.capture.gym_ledger import GymLedger
 from tokenplane.schemas.manifest import CaptureLedgerCommit
 from tokenplane.schemas.staged_row import STAGED_PARTITION
-from tokenplane.schemas.training_row import TRAINING_PARTITION
+from tokenplane.schemas.training_row import TRAINING_PARTITION, parse_training_row
 from tokenplane.staging.open_store import open_store
 from tokenplane.tools import collect, verify
 
@@ -128,6 +128,37 @@ async def test_collecting_again_adds_nothing_and_cleaned_rows_stay_verified(
             ("verified", 0, 0)
         ] * 2
     assert run.keys(TRAINING_PARTITION) == ids[:2]
+
+
+async def test_sub_agents_and_compacted_histories_give_rows_of_their_own(
+    gym: GymModelServer, proxy: EngineProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rollout id, three conversations: each sampled token is in one row's loss."""
+    run = Run(gym, tmp_path, "segments")
+    with open_store(run.store_url) as store:
+        said = ("One.", "A part.", "Two.", "Three.", "Four.")
+        async with listening(scripted(map(say, said)), proxy, store=store):
+            main, sub, after = (ResponsesAgent(gym, "segments") for _ in range(3))
+            await main.ask("First?")
+            await sub.ask("A part of it?")
+            await main.ask("Second?")
+            await after.ask("So far: one, two. Third?")
+            await after.ask("Fourth?")
+    run.rollouts.write_text(json.dumps(record_of(after, 0)) + "\n")
+    assert await run.collect("--segments", "roots", "--json") == 0
+    (report,) = json.loads(capsys.readouterr().out)["rollouts"]
+    assert (report["rows"], report["calls"], report["published"]) == (3, 5, 3)
+    with open_store(f"{run.store_url}?mode=ro") as store:
+        rows = [parse_training_row(row, key=key) for key, row in store.scan(TRAINING_PARTITION)]
+    owned = {row.row_id: row.token_ids[row.token_mask == 1].tolist() for row in rows}
+    assert owned == {
+        name: [token for text in texts for token in encode(f"{text}<|im_end|>")]
+        for name, texts in (
+            ("segments", ("Three.", "Four.")),
+            ("segments#1", ("One.", "Two.")),
+            ("segments#2", ("A part.",)),
+        )
+    }
 
 
 async def test_salvage_is_asked_for_and_marked(

@@ -92,6 +92,43 @@ async def test_a_refusal_reaches_the_agent_once(gym: GymModelServer, proxy: Engi
         assert gym.reasons("refused", at_least=1) == [UNFINISHED]
 
 
+async def test_a_body_over_the_limit_reaches_the_agent_once(
+    gym: GymModelServer, proxy: EngineProxy
+) -> None:
+    agent = ChatAgent(gym, "too-large")
+    async with listening(scripted([say("Hi.")]), proxy, max_body_bytes=8192) as served:
+        agent.items.append({"role": "user", "content": "x" * 9000})
+        reply = await agent.send()
+        assert reply.status_code == 500
+        assert len(proxy.bodies) == 1
+        assert gym.reasons("too-large", at_least=1) == [UNFINISHED]
+        direct = await served.client.post("/v1/chat/completions", content=proxy.bodies[0])
+        assert direct.status_code == 413
+        assert direct.status_code not in SENT_AGAIN
+
+
+async def test_an_answer_to_another_history_is_refused_once_and_before_generating(
+    gym: GymModelServer, proxy: EngineProxy
+) -> None:
+    """Gym's ledger finds the parent of a history with a message put before the parent's answer; the
+    staged prefix does not hold that message, so nothing is generated from either."""
+    agent = ChatAgent(gym, "put-in")
+    async with listening(scripted([say("One."), say("Two."), say("No.")]), proxy) as served:
+        await agent.ask("First?")
+        await agent.ask("Second?")
+        agent.items.insert(3, {"role": "user", "content": "Put in."})
+        agent.items.append({"role": "user", "content": "Third?"})
+        assert (await agent.send()).status_code == 500
+        assert len(proxy.bodies) == 3
+        assert len(served.script.requests) == 2
+        direct = await served.client.post("/v1/chat/completions", content=proxy.bodies[2])
+        assert (direct.status_code, direct.json()["error"]["code"]) == (
+            409,
+            "history_not_in_prefix",
+        )
+        assert gym.reasons("put-in", at_least=1) == [UNFINISHED]
+
+
 async def test_a_prefix_that_is_gone_is_refused_once_and_before_generating(
     gym: GymModelServer, proxy: EngineProxy
 ) -> None:

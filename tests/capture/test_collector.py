@@ -113,7 +113,8 @@ def test_reasons_of_placeholders(outcome: RolloutOutcome, failures: Any, reason:
 def test_a_reward_that_is_no_finite_number_is_no_outcome(reward: Any) -> None:
     with pytest.raises(InvalidRecordError, match="reward"):
         RolloutOutcome("roll-1", reward=reward)
-    assert RolloutOutcome("roll-1", reward=np.float32(0.5)).reward == 0.5
+    scalar: Any = np.float32(0.5)
+    assert RolloutOutcome("roll-1", reward=scalar).reward == 0.5
 
 
 def test_a_group_always_has_its_size() -> None:

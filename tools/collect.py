@@ -163,9 +163,12 @@ def collect(
     )
     report = CollectReport()
     for outcome in outcomes:
-        rows = collector.finalize(outcome)
-        if not rows[0].sample_mask or rows[0].salvaged:
-            rows = published_rows(store, outcome.rollout_id) or rows
+        there = published_rows(store, outcome)
+        rows = there
+        if not there or not _is_cleaned(there, store):
+            rows = collector.finalize(outcome)
+            if not rows[0].sample_mask or rows[0].salvaged:
+                rows = there or rows
         try:
             done = collector.publish(
                 rows, store, clean_partition=STAGED_PARTITION if clean else None
@@ -178,20 +181,31 @@ def collect(
     return report
 
 
-def published_rows(store: StagingStore, rollout_id: str) -> list[TrainingRow]:
-    """The verified rows of the rollout that are published already, in order; empty if none is."""
+def published_rows(store: StagingStore, outcome: RolloutOutcome) -> list[TrainingRow]:
+    """The verified rows of the rollout that are published already with this reward and group, in
+    order; empty if none is, or if they have others."""
     from tokenplane.schemas.training_row import TRAINING_PARTITION, parse_training_row
 
     found = [
         parse_training_row(batch, key=key)
-        for key, batch in store.scan(TRAINING_PARTITION, rollout_id)
+        for key, batch in store.scan(TRAINING_PARTITION, outcome.rollout_id)
     ]
     verified = [
         row
         for row in found
-        if row.rollout_id == rollout_id and row.sample_mask and not row.salvaged
+        if row.rollout_id == outcome.rollout_id and row.sample_mask and not row.salvaged
     ]
+    if any((row.reward, row.group_id) != (outcome.reward, outcome.group_id) for row in verified):
+        return []
     return sorted(verified, key=lambda row: row.segment)
+
+
+def _is_cleaned(published: list[TrainingRow], store: StagingStore) -> bool:
+    """Whether none of their staged rows is left: then there is nothing to read or to warn of."""
+    from tokenplane.schemas.staged_row import STAGED_PARTITION
+
+    left = set(store.keys(STAGED_PARTITION, f"{published[0].rollout_id}/"))
+    return left.isdisjoint(span.staging_key for row in published for span in row.call_spans)
 
 
 def _with_progress(outcomes: list[RolloutOutcome]) -> Iterator[RolloutOutcome]:

@@ -29,8 +29,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.store = f"file://{folder}/store?durability=process"
         self.rollouts = folder / "rollouts.jsonl"
-        records = [{"_ng_rollout_id": name, "reward": 1.0} for name in (*ROLLOUTS, "0-2")]
-        self.rollouts.write_text("".join(json.dumps(record) + "\n" for record in records))
+        self.keep(*ROLLOUTS, "0-2")
         with open_store(self.store) as store:
             for name in ROLLOUTS:
                 maker = RolloutMaker(TQMegatronTokenStager(TokenSink(store)), name)
@@ -44,6 +43,11 @@ class Run:
                         response_items=[],
                     )
                     asyncio.run(GymLedger(store).record(commit))
+
+    def keep(self, *rollouts: str, reward: float = 1.0) -> None:
+        """The rollouts file names these."""
+        records = [{"_ng_rollout_id": name, "reward": reward} for name in rollouts]
+        self.rollouts.write_text("".join(json.dumps(record) + "\n" for record in records))
 
     def collect(self, *flags: str, ledger: bool = True) -> int:
         manifests = ["--ledger", self.store] if ledger else []
@@ -91,6 +95,23 @@ def test_a_clean_up_that_cannot_be_is_reported_and_comes_later(run: Run, capsys:
         *((0, 0, None), (0, 2, None), (0, 0, None))
     ]
     assert run.keys(STAGED_PARTITION) == []
+
+
+def test_a_cleaned_run_is_collected_again_without_a_warning(
+    run: Run, capsys: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was removed on purpose is no damage; another reward than the published one still is."""
+    run.keep(*ROLLOUTS)
+    assert run.collect("--clean") == 0
+    first = run.keys(TRAINING_PARTITION)
+    for flags in (["--clean"], ["--segments", "all"], ["--strictness", "gym", "--salvage"]):
+        assert run.collect(*flags) == 0
+        assert "2 of 2 rollouts have a verified row" in capsys.readouterr().out
+    assert caplog.messages == []
+    assert run.keys(TRAINING_PARTITION) == first
+    run.keep(*ROLLOUTS, reward=0.5)
+    assert run.collect() == 1
+    assert "2 x key_conflict" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ class Demo:
         return self._report(agents, rows, stage_ms)
 
     async def _roll_out(self, server: DemoServer) -> dict[str, Agent]:
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         from tokenplane.tools.demo.agent import TASKS, Agent, refit_in_flight
 
@@ -125,6 +125,8 @@ class Demo:
                     api_key="none",
                     timeout=_ANSWER_TIMEOUT_S,
                     max_retries=0,
+                    # Loopback is not behind the proxy that the environment may name.
+                    http_client=DefaultAsyncHttpxClient(trust_env=False),
                 )
                 await clients.enter_async_context(client)
                 agents[name] = Agent(client, self._model, questions, self._max_tokens)

@@ -27,7 +27,8 @@ _TAIL_LINES = 15
 
 
 class DemoServer:
-    """A running ``tokenplane serve``. A context manager: it stops the process.
+    """A running ``tokenplane serve``. A context manager: it stops the process, which ends with
+    this one in any case.
 
     Args:
         log: file for the server's own stderr.
@@ -40,18 +41,19 @@ class DemoServer:
 
     def __init__(self, arguments: list[str], log: Path, progress: Callable[[str], None]) -> None:
         self._log = log
-        command = [sys.executable, "-m", "tokenplane.tools.cli", "serve", *arguments]
+        command = [sys.executable, "-m", "tokenplane.tools.demo.serving", *arguments]
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, text=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
             )
         try:
             self.url = self._await_ready(progress)
         except BaseException:
             self._process.kill()
-            self._process.wait()
+            self._wait()
             raise
-        self._http = httpx.Client(base_url=self.url, timeout=_CALL_TIMEOUT_S)
+        # Loopback is not behind the proxy that the environment may name.
+        self._http = httpx.Client(base_url=self.url, timeout=_CALL_TIMEOUT_S, trust_env=False)
 
     def _await_ready(self, progress: Callable[[str], None]) -> str:
         """The base URL of the ready line."""
@@ -117,10 +119,16 @@ class DemoServer:
         if self._process.poll() is None:
             self._process.terminate()
         try:
-            return self._process.wait(_STOP_TIMEOUT_S)
+            return self._wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            return self._process.wait()
+            return self._wait()
+
+    def _wait(self, timeout_s: float | None = None) -> int:
+        status = self._process.wait(timeout_s)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        return status
 
     def __enter__(self) -> Self:
         return self

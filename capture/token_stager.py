@@ -170,14 +170,10 @@ class TQMegatronTokenStager:
     ) -> CommitCoords:
         prepared = offload_params.get(PREFIX_KEY)
         context = offload_params.get(CONTEXT_KEY)
-        prefix = self._prefix(admission, prepared)
+        prefix, source, notes = self._prefix(admission, prepared)
         call = self._capture.begin_call(admission, prefix_token_ids=prefix, weight_version=version)
         prompt = to_token_ids(_plain(payload.prompt_token_ids), name="prompt_token_ids")
         generated = to_token_ids(_plain(payload.generated_token_ids), name="generated_token_ids")
-        if prepared is None:
-            source, notes = ("root" if admission.mode == "text" else "inline"), ()
-        else:
-            source, notes = prepared.prefix.source, prepared.notes
         base = context.evidence if isinstance(context, CallContext) else CallEvidence(())
         evidence = dataclasses.replace(
             base,
@@ -204,14 +200,17 @@ class TQMegatronTokenStager:
 
     def _prefix(
         self, admission: CaptureAdmission, prepared: object
-    ) -> NDArray[np.integer[Any]] | None:
-        if admission.mode == "text":
-            return None
+    ) -> tuple[Int32Array | None, str, tuple[str, ...]]:
+        """The prefix, where it came from, and what the splice noted. None: the admission's own."""
         if isinstance(prepared, PreparedPrefix):
-            return prepared.prefix.token_ids
+            ids = None if admission.mode == "text" else prepared.prefix.token_ids
+            return ids, prepared.prefix.source, prepared.notes
+        if admission.mode == "text":
+            return None, "root", ()
         if admission.staging_chain and self._resolver is not None:
-            return self._resolver.resolve(admission).token_ids
-        return None
+            found = self._resolver.resolve(admission)
+            return found.token_ids, found.source, ()
+        return None, "inline", ()
 
     def _remember(
         self,

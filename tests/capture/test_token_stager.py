@@ -165,6 +165,10 @@ def test_a_continuation_without_a_preparer_is_resolved_here() -> None:
     maker = RolloutMaker(other)
     outcome, child = maker.stage(parent, call_id="child")
     assert outcome.staged
+    assert outcome.coords is not None
+    assert outcome.coords.staging_key is not None
+    [row] = TokenSource(store).fetch_rows([outcome.coords.staging_key])
+    assert row.evidence.prefix_source == "store"
     wrong = np.array(child.prompt)
     wrong[0] += 1
     coords = stage(

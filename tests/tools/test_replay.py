@@ -51,7 +51,7 @@ def test_the_header_of_a_turn_counts_tokens_and_versions(told: Path, capsys: Cap
     text = shown(capsys, "replay", told, "alpha")
     assert (
         "  weights v0 to v1, 37 tokens carried over, 17 new, 12 sampled, ended by stop, "
-        "prefix from inline, temperature 1\n"
+        "prefix from cache, temperature 1\n"
     ) in text
     assert (
         "training row alpha: 83 tokens, 33 of them trained on, sampled by weights v0 to v1" in text

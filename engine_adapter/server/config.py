@@ -23,7 +23,7 @@ class ServerConfig(BaseModel):
     )
 
     model: str = "smollm2"
-    """What to load: see ``models.source.MODEL_SPECS``."""
+    """What to load: smollm2 (SmolLM2-135M-Instruct), or tiny or tiny-moe (random, for tests)."""
     engine: Literal["cpu", "dynamic", "coordinated"] = "cpu"
     """cpu; or Megatron's dynamic engine on a GPU, stepped directly or behind its coordinator."""
     served_model_names: tuple[str, ...] = ()

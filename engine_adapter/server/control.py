@@ -81,7 +81,10 @@ class ControlRoutes:
         """Staged rows in write order; token columns with ``?tokens=1`` only."""
         rollout_id, parts = request.path_params["rollout_id"], self._parts
         check_rollout_id(rollout_id)
-        tokens = request.query_params.get("tokens", "0") not in ("", "0", "false")
+        asked = request.query_params.get("tokens", "0")
+        if asked not in ("0", "1"):
+            raise rejected("tokens", "is unknown", expected="0 or 1", got=asked)
+        tokens = asked == "1"
         rows = await self._read(
             lambda: read_rows(parts.store, parts.path, rollout_id, tokens=tokens)
         )
@@ -104,22 +107,23 @@ class ControlRoutes:
 
     async def set_weight_version(self, request: Request) -> Response:
         """Name the present weights: ``{"version": n}``; live requests get an epoch boundary."""
-        version = _version_of(await _body(request))
+        version = _version_of(await _body(request, "version"))
         engine = self._parts.engine
         await self._act(engine.set_weight_version(version, timeout_s=self._timeout_s))
         return self._version()
 
     async def pause(self, request: Request) -> Response:
         """No step from now on; with ``{"suspend": "persist" | "recompute"}`` suspended as well."""
-        mode = _suspend_mode(await _body(request))
+        mode = _suspend_mode(await _body(request, "suspend"))
         engine = self._parts.engine
         await self._act(engine.pause(timeout_s=self._timeout_s))
         if mode is not None:
             await self._act(engine.suspend(mode, timeout_s=self._timeout_s))
         return self._state()
 
-    async def resume(self, _request: Request) -> Response:
+    async def resume(self, request: Request) -> Response:
         """Steps run again, from paused or suspended."""
+        await _body(request)
         engine = self._parts.engine
         if engine.state() is EngineState.SUSPENDED:
             await self._act(engine.resume(timeout_s=self._timeout_s))
@@ -128,7 +132,7 @@ class ControlRoutes:
 
     async def perturb_weights(self, request: Request) -> Response:
         """Multiply every weight: ``{"scale": 1.0001, "version": n}``. For demonstrations."""
-        body = await _body(request)
+        body = await _body(request, "scale", "version")
         scale, version = read_number(body, "scale"), _version_of(body)
         if scale is None or not 0 < scale < 1e6:
             raise rejected("scale", "is out of range", expected="a number above 0", got=scale)
@@ -163,7 +167,9 @@ class ControlRoutes:
             ) from error
 
 
-async def _body(request: Request) -> Mapping[str, Any]:
+async def _body(request: Request, *fields: str) -> Mapping[str, Any]:
+    """The JSON object of a control call; no body is an empty one. A field that is not among
+    ``fields`` is refused: a misspelled one would change nothing, and nobody would know."""
     raw = await read_body(request, _MAX_BODY)
     if not raw:
         return {}
@@ -173,6 +179,10 @@ async def _body(request: Request) -> Mapping[str, Any]:
         raise RequestRejectedError(f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise RequestRejectedError("the body must be a JSON object", code="invalid_json")
+    for name in body:
+        if name not in fields:
+            expected = " and ".join(fields) or "no field"
+            raise rejected("body", "has an unknown field", expected=expected, got=name)
     return body
 
 

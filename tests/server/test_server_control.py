@@ -143,6 +143,37 @@ async def test_pause_and_resume() -> None:
         assert (await waiting).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/admin/weight_version", {"version": 8, "versoin": 9}, "version; got 'versoin'"),
+        ("/admin/pause", {"suspnd": "persist"}, "suspend; got 'suspnd'"),
+        ("/admin/resume", {"suspend": "persist"}, "no field; got 'suspend'"),
+        ("/admin/perturb_weights", {"scale": 2, "version": 8, "x": 1}, "version; got 'x'"),
+    ],
+)
+async def test_a_misspelled_field_changes_nothing(
+    path: str, body: dict[str, Any], named: str
+) -> None:
+    async with serving(scripted([]), allow_weight_edit=True) as served:
+        reply = await served.client.post(path, json=body)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_request")
+        assert named in reply.json()["error"]["message"]
+        status = (await served.client.get("/admin/status")).json()
+        assert (status["state"], status["weight_version"]) == ("running", 7)
+
+
+async def test_whether_tokens_are_shown_is_asked_for_exactly() -> None:
+    async with serving(scripted([say("1")])) as served:
+        await served.chat([user("a")])
+        for asked, shown in (("0", False), ("1", True)):
+            reply = await served.client.get(f"/rollouts/r1/rows?tokens={asked}")
+            assert ("token_ids_delta" in reply.json()["rows"][0]) is shown
+        for asked in ("no", "False", ""):
+            reply = await served.client.get(f"/rollouts/r1/rows?tokens={asked}")
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tokens")
+
+
 async def test_a_wrong_state_is_a_conflict() -> None:
     async with serving(scripted([])) as served:
         await served.client.post("/admin/pause", json={"suspend": "persist"})

@@ -31,10 +31,13 @@ class Rollout:
     name: str
     keyed: bool
     """Sends an idempotency key, so that a retried turn is the same call."""
+    streams: bool = False
+    """Takes answers as streams; one counts as acknowledged from its finish reason on."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     turn: int = 0
     acknowledged: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    """(staging status, served body) of each answer that arrived whole."""
+    """(staging status, served body) of each answer that arrived whole; of a stream its id and
+    message."""
     conversations: int = 0
 
     def request(self) -> tuple[str, dict[str, Any], dict[str, str]]:
@@ -44,6 +47,7 @@ class Rollout:
             self.turn = 0
         rollout_id = f"{self.name}-{self.conversations}"
         body = {"model": "tiny", "messages": self.messages, "max_tokens": 12, "temperature": 1.0}
+        body["stream"] = self.streams
         key = {"Idempotency-Key": f"turn-{self.turn}"} if self.keyed else {}
         return rollout_id, body, key
 
@@ -61,16 +65,39 @@ async def converse(client: httpx.AsyncClient, rollout: Rollout) -> None:
     """Turns, one after the other, until the server is gone."""
     while True:
         rollout_id, body, headers = rollout.request()
+        path = f"/rollouts/{rollout_id}/v1/chat/completions"
         try:
-            reply = await client.post(
-                f"/rollouts/{rollout_id}/v1/chat/completions", json=body, headers=headers
-            )
-            if reply.status_code != 200:
-                raise AssertionError(f"{reply.status_code}: {reply.text}")
-            served = reply.json()
+            async with client.stream("POST", path, json=body, headers=headers) as reply:
+                status, served = await read_answer(reply)
         except httpx.TransportError:
             return
-        rollout.take(reply.headers["x-tokenplane-capture"], served)
+        rollout.take(status, served)
+
+
+async def read_answer(reply: httpx.Response) -> tuple[str, dict[str, Any]]:
+    """(staging status, answer). Of a stream: its id and message, whole once a chunk has the finish
+    reason; the row is durable by then, whether or not the status still arrives."""
+    if reply.status_code != 200:
+        raise AssertionError(f"{reply.status_code}: {await reply.aread()!r}")
+    if not reply.headers["content-type"].startswith("text/event-stream"):
+        return reply.headers["x-tokenplane-capture"], json.loads(await reply.aread())
+    text, ident, finished, status = "", "", False, "staged"
+    try:
+        async for line in reply.aiter_lines():
+            if line.startswith(": tokenplane-capture "):
+                status = line.split()[2]
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            assert "error" not in chunk, chunk
+            [choice] = chunk["choices"]
+            ident, text = chunk["id"], text + (choice["delta"].get("content") or "")
+            finished = finished or choice["finish_reason"] is not None
+    except httpx.TransportError:
+        if not finished:
+            raise
+    assert finished
+    return status, {"id": ident, "choices": [{"message": {"content": text}}]}
 
 
 async def one_life(server: ServeProcess, rollouts: list[Rollout], lives_s: float) -> None:
@@ -90,7 +117,7 @@ async def one_life(server: ServeProcess, rollouts: list[Rollout], lives_s: float
 @pytest.mark.timeout(600)
 def test_every_acknowledged_call_survives_twenty_kills(tmp_path: Path) -> None:
     moment = random.Random(20)
-    rollouts = [Rollout(f"r{i}", keyed=i % 2 == 0) for i in range(ROLLOUTS)]
+    rollouts = [Rollout(f"r{i}", keyed=i % 2 == 0, streams=i >= 2) for i in range(ROLLOUTS)]
     store, log = f"file://{tmp_path}/store", tmp_path / "log"
     for _ in range(KILLS):
         with serve_process(store, log) as server:
@@ -104,6 +131,7 @@ def test_every_acknowledged_call_survives_twenty_kills(tmp_path: Path) -> None:
         assert server.stop() == 0
     answers = [answer for rollout in rollouts for answer in rollout.acknowledged]
     assert len(answers) > KILLS
+    assert {"object" in body for _, body in answers} == {True, False}  # whole ones and streams
     # After a restart each turn finds the parent that an earlier process staged.
     assert {status for status, _ in answers} == {"staged"}
     check_store(tmp_path, [body for _, body in answers])
@@ -122,11 +150,9 @@ async def finish(url: str, rollouts: list[Rollout]) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
         for rollout in rollouts:
             rollout_id, body, headers = rollout.request()
-            reply = await client.post(
-                f"/rollouts/{rollout_id}/v1/chat/completions", json=body, headers=headers
-            )
-            assert reply.status_code == 200, reply.text
-            rollout.take(reply.headers["x-tokenplane-capture"], reply.json())
+            path = f"/rollouts/{rollout_id}/v1/chat/completions"
+            async with client.stream("POST", path, json=body, headers=headers) as reply:
+                rollout.take(*await read_answer(reply))
 
 
 def check_store(folder: Path, acknowledged: list[dict[str, Any]]) -> None:
@@ -141,4 +167,12 @@ def check_store(folder: Path, acknowledged: list[dict[str, Any]]) -> None:
     for body in acknowledged:
         [stored] = by_response[body["id"]]
         assert stored is not None
-        assert json.loads(stored) == body
+        whole = json.loads(stored)
+        if "object" in body:
+            assert whole == body
+        else:
+            assert text_of(whole) == text_of(body)
+
+
+def text_of(body: dict[str, Any]) -> str:
+    return str(body["choices"][0]["message"]["content"])

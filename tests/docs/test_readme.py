@@ -16,7 +16,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 def test_the_tour_prints_what_the_readme_says(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
     [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 40
+    assert len([line for line in code.splitlines() if line.strip()]) <= 30
     script = tmp_path / "tour.py"
     script.write_text(code.replace("file:///tmp/tour", f"file://{tmp_path}/store"))
     shown = subprocess.run(

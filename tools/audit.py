@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from tokenplane.tools.command_frame import coded_errors, command_parser
+from tokenplane.tools.command_frame import coded_errors, command_parser, zero_or_more
 from tokenplane.tools.exit_status import EXIT_FAILED
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rollouts", nargs="*", metavar="ROLLOUT", help="only these (default: all)")
     parser.add_argument(
         "--trainer-version",
-        type=int,
+        type=zero_or_more,
         metavar="N",
         help="weight version that is to be trained (default: the newest that sampled a token)",
     )

@@ -34,6 +34,17 @@ def at_least_one(text: str) -> int:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {text!r}") from None
 
 
+def zero_or_more(text: str) -> int:
+    """A version or a count that may be 0, as an argument.
+
+    Raises:
+        argparse.ArgumentTypeError: not an integer, or below zero.
+    """
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected 0 or more, got {text!r}")
+    return int(text)
+
+
 class Main(Protocol):
     """A command: its arguments (None: those of the process) to its exit status."""
 

@@ -64,9 +64,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _probability(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value <= 1:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"expected above 0 and up to 1, got {text!r}")
     return value
 
 

@@ -57,6 +57,25 @@ def test_wrong_usage_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -
     assert "usage: tokenplane" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["audit", "s", "--trainer-version", "-3"], "expected 0 or more, got '-3'"),
+        (["audit", "s", "--trainer-version", "v3"], "expected 0 or more, got 'v3'"),
+        (["replay", "s", "r", "--logprobs", "7"], "expected above 0 and up to 1, got '7'"),
+        (["replay", "s", "r", "--logprobs", "nan"], "expected above 0 and up to 1, got 'nan'"),
+        (["replay", "s", "r", "--logprobs", "x"], "expected above 0 and up to 1, got 'x'"),
+    ],
+)
+def test_a_wrong_number_says_what_was_expected(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys; from tokenplane.tools import cli\n"

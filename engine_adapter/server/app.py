@@ -177,8 +177,12 @@ def _status_headers(outcome: CallOutcome) -> dict[str, str]:
     return headers
 
 
-async def _plain_http_error(_request: Request, error: Exception) -> Response:
+async def _plain_http_error(request: Request, error: Exception) -> Response:
     """Unknown routes and methods, in the shape of every other error."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
-    return error_reply(RequestRejectedError(f"HTTP {status}", code=code), status)
+    code, message = {
+        404: ("not_found", "there is no such route"),
+        405: ("method_not_allowed", "the route does not take this method"),
+    }.get(status, ("http_error", f"HTTP {status}"))
+    asked = f"{request.method} {request.url.path}"[:120]
+    return error_reply(RequestRejectedError(message, code=code, got=asked), status)

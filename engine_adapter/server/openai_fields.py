@@ -7,6 +7,7 @@ that was made in another way than the client asked for.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -98,7 +99,7 @@ COMMON_FIELDS = frozenset(
 
 
 def refuse_unsupported(body: Body, read: frozenset[str]) -> None:
-    """Refuse every field that is unsupported and active; log the unknown ones.
+    """Refuse every field that is unsupported and active; warn of each unknown one once.
 
     Args:
         read: the fields that the caller reads itself.
@@ -110,7 +111,7 @@ def refuse_unsupported(body: Body, read: frozenset[str]) -> None:
         if name in read or name in _IGNORED:
             continue
         if name not in _NEUTRAL:
-            logger.info("ignoring the unknown request field %r", name[:80])
+            _warn_once(name[:80])
             continue
         empty = value is None or (isinstance(value, (str, list, dict)) and not value)
         if not empty and not _is_neutral(value, _NEUTRAL[name]):
@@ -121,6 +122,11 @@ def refuse_unsupported(body: Body, read: frozenset[str]) -> None:
                 got=value,
                 code="unsupported_parameter",
             )
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_once(name: str) -> None:
+    logger.warning("ignoring the unknown request field %r, now and from here on", name)
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:

@@ -103,6 +103,16 @@ HARMLESS: list[dict[str, Any]] = [
 ]
 
 
+async def test_an_unknown_field_is_ignored_and_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(scripted([say("1"), say("2")])) as served:
+        for _ in range(2):
+            assert (await served.chat([user("a")], temprature=0)).status_code == 200
+    [said] = [record for record in caplog.records if "temprature" in record.getMessage()]
+    assert said.levelname == "WARNING"
+
+
 @pytest.mark.parametrize("body", HARMLESS)
 async def test_harmless_fields_are_accepted(body: dict[str, Any]) -> None:
     async with serving(scripted([say("Hi.")])) as served:
@@ -165,8 +175,10 @@ async def test_unknown_routes_and_methods_have_the_same_shape() -> None:
     async with serving(scripted([])) as served:
         missing = await served.client.get("/v2/models")
         assert (missing.status_code, error_of(missing)["code"]) == (404, "not_found")
+        assert "GET /v2/models" in error_of(missing)["message"]
         method = await served.client.get("/v1/chat/completions")
         assert (method.status_code, error_of(method)["code"]) == (405, "method_not_allowed")
+        assert "GET /v1/chat/completions" in error_of(method)["message"]
 
 
 async def test_a_dead_engine_is_an_outage() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import signal
@@ -16,8 +17,10 @@ import httpx
 import pytest
 
 from tests.server.serve_process import ServeProcess, serve_process
+from tokenplane.schemas.epochs import spans_epochs
 from tokenplane.schemas.staged_row import parse_staged_row
 from tokenplane.staging import open_store
+from tokenplane.tools.demo.agent import CALCULATOR
 
 KILLS = 20
 ROLLOUTS = 4
@@ -33,6 +36,8 @@ class Rollout:
     """Sends an idempotency key, so that a retried turn is the same call."""
     streams: bool = False
     """Takes answers as streams; one counts as acknowledged from its finish reason on."""
+    tools: bool = False
+    """Offers the demo's tool with every turn."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     turn: int = 0
     acknowledged: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -47,7 +52,7 @@ class Rollout:
             self.turn = 0
         rollout_id = f"{self.name}-{self.conversations}"
         body = {"model": "tiny", "messages": self.messages, "max_tokens": 12, "temperature": 1.0}
-        body["stream"] = self.streams
+        body |= {"stream": self.streams, "tools": [CALCULATOR] if self.tools else []}
         key = {"Idempotency-Key": f"turn-{self.turn}"} if self.keyed else {}
         return rollout_id, body, key
 
@@ -100,16 +105,27 @@ async def read_answer(reply: httpx.Response) -> tuple[str, dict[str, Any]]:
     return status, {"id": ident, "choices": [{"message": {"content": text}}]}
 
 
+async def change_versions(client: httpx.AsyncClient) -> None:
+    """New weight versions, also in the midst of answers, until the server is gone."""
+    for version in itertools.count(1):
+        try:
+            await client.post("/admin/weight_version", json={"version": version})
+        except httpx.TransportError:
+            return
+        await asyncio.sleep(0.02)
+
+
 async def one_life(server: ServeProcess, rollouts: list[Rollout], lives_s: float) -> None:
     """Load until the kill; every conversation must have met the end of the connection."""
-    limits = httpx.Limits(max_connections=ROLLOUTS)
+    limits = httpx.Limits(max_connections=ROLLOUTS + 1)
     async with httpx.AsyncClient(
         base_url=server.url, timeout=30, limits=limits, trust_env=False
     ) as client:
-        talking = [asyncio.ensure_future(converse(client, rollout)) for rollout in rollouts]
+        load = [*(converse(client, rollout) for rollout in rollouts), change_versions(client)]
+        running = [asyncio.ensure_future(part) for part in load]
         await asyncio.sleep(lives_s)
         server.process.kill()
-        await asyncio.gather(*talking)
+        await asyncio.gather(*running)
 
 
 @pytest.mark.slow
@@ -117,7 +133,10 @@ async def one_life(server: ServeProcess, rollouts: list[Rollout], lives_s: float
 @pytest.mark.timeout(600)
 def test_every_acknowledged_call_survives_twenty_kills(tmp_path: Path) -> None:
     moment = random.Random(20)
-    rollouts = [Rollout(f"r{i}", keyed=i % 2 == 0, streams=i >= 2) for i in range(ROLLOUTS)]
+    rollouts = [
+        Rollout(f"r{i}", keyed=i % 2 == 0, streams=i >= 2, tools=i in (1, 2))
+        for i in range(ROLLOUTS)
+    ]
     store, log = f"file://{tmp_path}/store", tmp_path / "log"
     for _ in range(KILLS):
         with serve_process(store, log) as server:
@@ -159,11 +178,14 @@ def check_store(folder: Path, acknowledged: list[dict[str, Any]]) -> None:
     """Every acknowledged answer has one whole row that holds exactly it."""
     with open_store(f"file://{folder}/store?mode=ro") as store:
         by_response: dict[str, list[str | None]] = {}
+        spanning = 0
         for key, batch in store.scan("staged"):
             row = parse_staged_row(batch, key=key)
             row.call.check_digest()
+            spanning += spans_epochs(row.evidence.policy_epochs)
             assert row.ledger is not None
             by_response.setdefault(row.ledger.response_id, []).append(row.ledger.response_body)
+    assert spanning > 0
     for body in acknowledged:
         [stored] = by_response[body["id"]]
         assert stored is not None

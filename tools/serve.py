@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"tokenplane serve: {error.code}: {error}", file=sys.stderr)
         return 2
     try:
+        _warn_of_memory(config)
         if config.replicas > 1:
             return _serve_replicas(config, control_token, api_key)
         # While the model loads nothing must end in order, and no event loop would hear of Ctrl-C.
@@ -111,6 +112,11 @@ def _check_replicas(config: ServerConfig) -> None:
             expected="file:, redis: or tq:",
             got=config.store,
         )
+
+
+def _warn_of_memory(config: ServerConfig) -> None:
+    if parse_store_url(config.store).scheme == "memory":
+        logger.warning("captured rows end with this server: --store file:///FOLDER keeps them")
 
 
 def _api_key(config: ServerConfig) -> str | None:

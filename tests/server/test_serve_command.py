@@ -172,6 +172,7 @@ def test_a_signal_lets_running_calls_finish_and_takes_no_more(tmp_path: Path) ->
 
 def test_ctrl_c_while_the_model_loads_ends_at_once_and_prints_no_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tokenplane.tools.cli", "serve", "--model", "tiny"]
+    command += ["--store", str(tmp_path / "store")]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:

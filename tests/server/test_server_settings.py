@@ -182,6 +182,17 @@ def test_a_gpu_without_room_is_an_error_in_one_line(
     assert said.endswith("OutOfMemoryError: CUDA out of memory")
 
 
+def test_a_store_that_ends_with_the_server_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for store, warnings in (("memory:", 1), (f"file://{tmp_path}/store", 0)):
+        caplog.clear()
+        assert serve.main(["--model", "none", "--store", store]) == 2
+        assert [r.levelname for r in caplog.records if "--store" in r.getMessage()] == (
+            ["WARNING"] * warnings
+        )
+
+
 def test_what_cannot_be_opened_ends_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main(["--model", "tiny", "--store", "nosuch://x"]) == 1
     assert serve.main(["--model", "none", "--store", "memory:"]) == 2

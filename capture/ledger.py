@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tokenplane.capture.core import mint_staging_key
 from tokenplane.capture.failures import CaptureFailure
-from tokenplane.capture.ledger_index import LedgerRow, RolloutIndex, parse_ledger_row
-from tokenplane.schemas.errors import InvalidRecordError, LedgerError, MissingRowError
+from tokenplane.capture.ledger_index import LedgerRow, RolloutIndex
+from tokenplane.capture.rollout_indexes import RolloutIndexes
+from tokenplane.schemas.errors import InvalidRecordError, LedgerError
 from tokenplane.schemas.failure_row import FAILURE_PARTITION, FailureRow, parse_failure_row
 from tokenplane.schemas.fingerprints import (
     assistant_fingerprint,
@@ -28,7 +27,11 @@ from tokenplane.schemas.fingerprints import (
     request_envelope,
 )
 from tokenplane.schemas.manifest import ManifestFailure, RolloutManifest
-from tokenplane.schemas.staged_row import LEDGER_READ_COLUMNS, STAGED_PARTITION, LedgerEntry
+from tokenplane.schemas.staged_row import (
+    STAGED_PARTITION,
+    LedgerEntry,
+    StagedRow,
+)
 from tokenplane.schemas.tokens import Int32Array
 from tokenplane.schemas.wire import CaptureAdmission
 from tokenplane.staging.store import StagingStore
@@ -93,9 +96,15 @@ class Ledger:
         self._store = store
         self._partition = partition
         self._failures = failure_partition
-        self._max_rollouts = max_rollouts
-        self._lock = threading.Lock()
-        self._indexes: OrderedDict[str, RolloutIndex] = OrderedDict()
+        self._indexes = RolloutIndexes(store, partition, max_rollouts=max_rollouts)
+
+    def note(self, row: StagedRow) -> None:
+        """See ``RolloutIndexes.note``."""
+        self._indexes.note(row)
+
+    def index(self, rollout_id: str) -> RolloutIndex:
+        """See ``RolloutIndexes.index``."""
+        return self._indexes.index(rollout_id)
 
     def admit(self, request: LedgerRequest) -> LedgerDecision:
         """Decide what the request is, and mint its call id.
@@ -249,46 +258,6 @@ class Ledger:
             for row in self.failures(rollout_id)
         ]
         return RolloutManifest(rollout_id=rollout_id, records=records, failures=failures)
-
-    def index(self, rollout_id: str) -> RolloutIndex:
-        """The rollout's rows as of now. Treat as read-only."""
-        prefix = f"{rollout_id}/"
-        with self._lock:
-            known = self._indexes.get(rollout_id) or RolloutIndex(rollout_id)
-            keys = self._store.keys(self._partition, prefix)
-            gone = known.rows.keys() - set(keys)
-            fresh = [key for key in keys if key not in known.rows]
-            # A new index replaces the old one, so that a reader without the lock sees one state.
-            index = known.forget(gone) if gone or fresh else known
-            for key, batch in zip(fresh, self._read(fresh), strict=True):
-                if batch is not None:
-                    index.add(_checked(parse_ledger_row(batch), key))
-            self._indexes[rollout_id] = index
-            self._indexes.move_to_end(rollout_id)
-            while len(self._indexes) > self._max_rollouts:
-                self._indexes.popitem(last=False)
-            return index
-
-    def _read(self, keys: list[str]) -> list[Any]:
-        if not keys:
-            return []
-        try:
-            return list(self._store.get(self._partition, keys, LEDGER_READ_COLUMNS))
-        except MissingRowError:
-            # Retention removed a row between the listing and the read: take what is there.
-            rows: list[Any] = []
-            for key in keys:
-                try:
-                    rows += self._store.get(self._partition, [key], LEDGER_READ_COLUMNS)
-                except MissingRowError:
-                    rows.append(None)
-            return rows
-
-
-def _checked(row: LedgerRow, key: str) -> LedgerRow:
-    if row.staging_key != key:
-        raise LedgerError("the store gave another row than asked for", code="wrong_row", key=key)
-    return row
 
 
 def check_rollout_id(rollout_id: str) -> None:

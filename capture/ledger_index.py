@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -12,7 +12,8 @@ from tokenplane.schemas.digests import cumulative_hash
 from tokenplane.schemas.errors import LedgerError
 from tokenplane.schemas.fingerprints import FINGERPRINT_VERSION
 from tokenplane.schemas.manifest import CallRecord
-from tokenplane.schemas.staged_row import LEDGER_READ_COLUMNS
+from tokenplane.schemas.staged_call import StagedCall
+from tokenplane.schemas.staged_row import LEDGER_READ_COLUMNS, LedgerEntry, StagedRow
 from tokenplane.schemas.tokens import Int32Array
 
 
@@ -43,6 +44,18 @@ class LedgerRow:
     output_fingerprint: str | None
     continuation_fingerprint: str | None
     request_digest: str | None
+
+    @classmethod
+    def of(cls, row: StagedRow) -> LedgerRow:
+        """The ledger columns of a row in memory, equal to what ``parse_ledger_row`` reads back."""
+        values: dict[str, Any] = {name: getattr(row.call, name) for name in _OF_CALL}
+        values |= {name: getattr(row.ledger, name, None) for name in _OF_LEDGER}
+        return cls(
+            staging_key=row.staging_key,
+            admitted_at=row.evidence.admitted_at,
+            created_at=row.created_at,
+            **values,
+        )
 
     def to_call_record(self) -> CallRecord:
         """The manifest row.
@@ -80,6 +93,11 @@ def parse_ledger_row(batch: pa.RecordBatch) -> LedgerRow:
     values: dict[str, Any] = batch.select(list(LEDGER_READ_COLUMNS)).to_pylist()[0]
     values |= {name: v.hex() for name, v in values.items() if isinstance(v, bytes)}
     return LedgerRow(**values)
+
+
+_NAMES = {column.name for column in fields(LedgerRow)}
+_OF_CALL = tuple(column.name for column in fields(StagedCall) if column.name in _NAMES)
+_OF_LEDGER = tuple(column.name for column in fields(LedgerEntry) if column.name in _NAMES)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Buffer, Mapping
+from collections.abc import Buffer, Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,21 @@ class TokenSink:
     """Stages records into one partition. Thread-safe, as the store is.
 
     Also usable as NeMo-Gym's ``StagingSink``.
+
+    Args:
+        on_staged: called with each row once it is durable, on the thread that staged it.
     """
 
-    def __init__(self, store: StagingStore, partition: str = STAGED_PARTITION) -> None:
+    def __init__(
+        self,
+        store: StagingStore,
+        partition: str = STAGED_PARTITION,
+        *,
+        on_staged: Callable[[StagedRow], None] | None = None,
+    ) -> None:
         self.store = store
         self.partition = partition
+        self._on_staged = on_staged
 
     def stage(self, record: object, *, attachments: Mapping[str, Any] | None = None) -> StageResult:
         """Make one record durable; ``ok`` means that every process with this store can read it.
@@ -67,6 +77,8 @@ class TokenSink:
         except TokenplaneError as exc:
             logger.warning("staging failed: %s: %s", exc.code, exc)
             return StageResult(ok=False, error=f"{exc.code}: {exc}")
+        if self._on_staged is not None:
+            self._on_staged(row)
         return StageResult(ok=True, staging_key=row.staging_key)
 
 

@@ -46,7 +46,8 @@ class TokenizerChatRenderer:
         if not self.terminator_ids:
             raise ConfigError("neither the tokenizer nor the caller names a terminator")
         added = self._tokenizer.added_tokens_decoder
-        self._added: dict[int, str] = {int(i): str(token) for i, token in added.items()}
+        self._texts: dict[int, str] = {int(i): str(token) for i, token in added.items()}
+        """By id: of the added tokens, and of every other one that was asked for."""
         self._special = frozenset(int(i) for i, token in added.items() if token.special)
         self.needs: TemplateNeeds = find_needs(self._apply)
         """What this template asks of its messages."""
@@ -77,10 +78,11 @@ class TokenizerChatRenderer:
 
     def token_text(self, token_id: int) -> str:
         """The text of one id; bytes that are no text by themselves as U+FFFD."""
-        text = self._added.get(token_id)
-        if text is not None:
-            return text
-        return str(self._backend.decode([token_id], skip_special_tokens=False))
+        text = self._texts.get(token_id)
+        if text is None:
+            text = str(self._backend.decode([token_id], skip_special_tokens=False))
+            self._texts[token_id] = text
+        return text
 
     @cached_property
     def template_fingerprint(self) -> str:

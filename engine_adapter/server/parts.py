@@ -87,7 +87,8 @@ def build_parts(
     unsaved = UnsavedFailures(ledger.record_failure)
     failures = FailureLog(on_failure=_on_failure(unsaved, metrics))
     resolver = PrefixResolver(TokenSource(store), max_bytes=config.prefix_cache_bytes)
-    stager = TQMegatronTokenStager(TokenSink(store), resolver=resolver, failures=failures)
+    sink = TokenSink(store, on_staged=ledger.note)
+    stager = TQMegatronTokenStager(sink, resolver=resolver, failures=failures)
     template = tokenizer.chat_template
     answers = AnswerBuilder(
         AnswerText(detokenize, renderer.special_token_ids, renderer.token_text),

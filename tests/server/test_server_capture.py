@@ -225,3 +225,21 @@ async def test_a_client_that_changes_our_words_does_not_change_the_tokens() -> N
         trimmed = [user("a"), {"role": "assistant", "content": "Hi."}, user("b")]
         reply = await served.chat(trimmed)
         assert reply.headers["x-tokenplane-capture"] == "unproven"
+
+
+async def test_a_server_reads_none_of_its_own_rows_back() -> None:
+    class Counting(MemoryStore):
+        reads = 0
+
+        def get(self, *args: Any, **kwargs: Any) -> list[pa.RecordBatch]:
+            self.reads += 1
+            return super().get(*args, **kwargs)
+
+    store = Counting()
+    async with serving(scripted([say("Hi."), say("Ho."), say("Hm.")]), store=store) as served:
+        messages = [user("one")]
+        for text in ("two", "three", "four"):
+            reply = await served.chat(messages)
+            messages = [*messages, message_of(reply), user(text)]
+        assert [row.call.mode for row in served.rows()] == ["text", "token_in", "token_in"]
+        assert store.reads == 0

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -45,11 +45,17 @@ class Plan:
     """For everything, in seconds from ``began_s`` on: the last step measures less where less is
     left."""
     switch_interval_s: float = 0.0005
+    loads: tuple[str, ...] = ("spread", "in_step")
+    """Of the throughput: see ``gpu_check_speed.LOADS``."""
     began_s: float = field(default_factory=time.monotonic)
 
     def model(self, loaded: LoadedModel) -> torch.nn.Module:
         """Where the tiny model runs."""
         return loaded.model if self.rehearse else gpu_twin(loaded.model)
+
+    def until(self, limit_s: float) -> Plan:
+        """The same, with a deadline ``limit_s`` seconds from now."""
+        return replace(self, deadline_s=limit_s, began_s=time.monotonic())
 
     def left_s(self) -> float:
         """Seconds until the deadline."""

@@ -141,8 +141,8 @@ class GymManifests:
             DeadlineError: no answer in time.
             StoreUnavailableError: no connection, or the server failed.
             ConfigError: the secret is refused (401), there is no such route (404), or what answers
-                speaks no JSON.
-            InvalidRecordError: not a manifest, or another rollout's.
+                is no manifest at all or one of another contract: that would be so of every rollout.
+            InvalidRecordError: a damaged manifest, or another rollout's.
         """
         check_rollout_id(rollout_id)
         try:
@@ -163,15 +163,7 @@ class GymManifests:
             raise StoreUnavailableError(
                 f"the Gym model server answered {reply.status_code}", key=rollout_id
             )
-        try:
-            reply.json()
-        except (ValueError, RecursionError) as exc:
-            raise ConfigError(
-                "what answered is no Gym model server: check the URL",
-                key=rollout_id,
-                expected="JSON",
-                got=reply.content[:40],
-            ) from exc
+        _check_shape(reply, rollout_id)
         manifest = parse_model(RolloutManifest, reply.content, key=rollout_id)
         if manifest.rollout_id != rollout_id:
             raise InvalidRecordError(
@@ -193,6 +185,22 @@ class GymManifests:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_shape(reply: httpx.Response, rollout_id: str) -> None:
+    """The fields of a manifest, whatever is in them."""
+    known = set(RolloutManifest.model_fields)
+    try:
+        value = reply.json()
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict) or "rollout_id" not in value or not known.issuperset(value):
+        raise ConfigError(
+            "what answered gives no manifest of NeMo-Gym 0.7.0: check the URL and Gym's version",
+            key=rollout_id,
+            expected=f"JSON with {sorted(known)}",
+            got=sorted(value)[:8] if isinstance(value, dict) else reply.content[:40],
+        )
 
 
 def _check_settings(base_url: str, token: str, timeout_s: float) -> None:

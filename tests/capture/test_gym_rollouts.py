@@ -152,9 +152,11 @@ def test_a_manifest_is_asked_for_with_the_secret(gym: Any) -> None:
         (500, "{}", StoreUnavailableError),
         (200, "<html>a proxy</html>", ConfigError),
         (200, "[" * 100_000, ConfigError),
-        (200, "[]", InvalidRecordError),
+        (200, "[]", ConfigError),
         (200, '{"rollout_id": "other"}', InvalidRecordError),
-        (200, '{"rollout_id": "0-1", "extra": 1}', InvalidRecordError),
+        (200, '{"rollout_id": "0-1", "extra": 1}', ConfigError),
+        (200, '{"error": "try again"}', ConfigError),
+        (200, '{"rollout_id": "0-1", "records": [7]}', InvalidRecordError),
     ],
 )
 def test_each_bad_answer_is_its_own_error(

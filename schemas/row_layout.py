@@ -31,10 +31,13 @@ from tokenplane.schemas.column_buffers import (
 )
 from tokenplane.schemas.schema_memo import SchemaMemo
 
+type _Part = bytes | np.ndarray
 type _Place = Callable[[Any, _Row], None]
 
 MAX_COPIED_BYTES: Final = 2**20
 """Of arrays in one row; larger ones are left to pyarrow, which does not copy them."""
+ARRAY_PARTS: Final = 3
+"""Offsets, the array, and its padding: an array is copied once, into the message."""
 
 
 @dataclass(slots=True)
@@ -43,8 +46,8 @@ class _Row:
 
     nodes: list[int]
     sizes: list[int]
-    columns: list[bytes]
-    """Each column's buffers, padded."""
+    columns: list[_Part]
+    """Each column's buffers, padded: one part, or ``ARRAY_PARTS`` of a column that takes arrays."""
     arrays_nbytes: int = 0
 
 
@@ -68,7 +71,7 @@ class _Layout:
     """By column name: puts a value that is not null into a row."""
     nodes: list[int]
     sizes: list[int]
-    columns: list[bytes]
+    columns: list[_Part]
     metadata: bytes
     """Of a batch message of one row, its continuation mark and length included."""
     body_length_at: int
@@ -115,12 +118,12 @@ def _make_layout(schema: pa.Schema) -> _Layout | None:
     places: dict[str, _Place] = {}
     nodes: list[int] = []
     sizes: list[int] = []
-    columns: list[bytes] = []
+    columns: list[_Part] = []
     nulls = [pa.nulls(1, item.type) for item in schema]
-    for at, item in enumerate(schema):
-        null = _as_written(nulls[at])
+    for null_array, item in zip(nulls, schema, strict=True):
+        null = _as_written(null_array)
         column = _Column(
-            at,
+            len(columns),
             slice(len(nodes), len(nodes) + len(null.nodes)),
             slice(len(sizes), len(sizes) + len(null.sizes)),
         )
@@ -131,6 +134,8 @@ def _make_layout(schema: pa.Schema) -> _Layout | None:
         nodes += null.nodes
         sizes += null.sizes
         columns.append(b"".join(null.parts))
+        if pa.types.is_list(item.type):
+            columns += [b""] * (ARRAY_PARTS - 1)
     metadata, _ = _split(pa.RecordBatch.from_arrays(nulls, schema=schema))
     return _Layout(places, nodes, sizes, columns, metadata, *_find(metadata))
 
@@ -252,6 +257,7 @@ def _number_placer(kind: type, code: str, column: _Column) -> _Place:
 
 def _list_placer(kind: pa.DataType, write: Write, column: _Column) -> _Place:
     empty = _as_written(pa.array([[]], kind))
+    array_parts = slice(column.at, column.at + ARRAY_PARTS)
     dtype = None
     if kind.value_type in CODES:
         dtype = np.dtype(CODES[kind.value_type][1]).newbyteorder("<")
@@ -263,12 +269,15 @@ def _list_placer(kind: pa.DataType, write: Write, column: _Column) -> _Place:
                 raise ForeignValueError
             row.arrays_nbytes += value.nbytes
             size = len(value)
-            offsets = struct.pack("<2i", 0, size)
-            padding = PADDING[-value.nbytes & 7]
-            body = Body(
-                [1, 0, size, 0], [0, 8, 0, value.nbytes], [offsets, value.tobytes(), padding]
+            row.nodes[column.nodes] = [1, 0, size, 0]
+            row.sizes[column.sizes] = [0, 8, 0, value.nbytes]
+            row.columns[array_parts] = (
+                struct.pack("<2i", 0, size),
+                np.ascontiguousarray(value),
+                PADDING[-value.nbytes & 7],
             )
-        elif value or type(value) not in LISTS:
+            return
+        if value or type(value) not in LISTS:
             body = Body()
             write([value], body)
         column.fill(body, row)

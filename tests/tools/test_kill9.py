@@ -15,12 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
+from openai import APIConnectionError, AsyncOpenAI, DefaultAsyncHttpxClient
 
 from tests.server.serve_process import ServeProcess, serve_process
 from tokenplane.schemas.epochs import spans_epochs
+from tokenplane.schemas.errors import EngineError
 from tokenplane.schemas.staged_row import parse_staged_row
 from tokenplane.staging import open_store
-from tokenplane.tools.demo.agent import CALCULATOR
+from tokenplane.tools.demo.agent import CALCULATOR, TASKS, Agent, Turn
 
 KILLS = 20
 ROLLOUTS = 4
@@ -105,6 +107,41 @@ async def read_answer(reply: httpx.Response) -> tuple[str, dict[str, Any]]:
     return status, {"id": ident, "choices": [{"message": {"content": text}}]}
 
 
+@dataclass
+class DemoAgent:
+    """The demo's own agent, which sends what its tool says; it goes on through every restart."""
+
+    name: str
+    agent: Agent | None = None
+    conversations: int = 0
+    acknowledged: list[Turn] = field(default_factory=list)
+
+    async def act(self, url: str, turns: int | None = None) -> None:
+        """Turns until the server is gone, or as many as said."""
+        for number in itertools.count():
+            if number == turns:
+                return
+            if self.agent is None or len(self.agent.turns) == TURNS_PER_CONVERSATION:
+                self.conversations += 1
+                self.agent = Agent(self.client(url), "tiny", TASKS[0], 12)
+            self.agent.client = self.client(url)
+            try:
+                async with self.agent.client:
+                    self.acknowledged.append(await self.agent.take_turn())
+            except EngineError as error:
+                if turns is None and isinstance(error.__cause__, APIConnectionError):
+                    return
+                raise
+
+    def client(self, url: str) -> AsyncOpenAI:
+        return AsyncOpenAI(
+            api_key="none",
+            base_url=f"{url}/rollouts/{self.name}-{self.conversations}/v1",
+            max_retries=0,
+            http_client=DefaultAsyncHttpxClient(trust_env=False, timeout=30),
+        )
+
+
 async def change_versions(client: httpx.AsyncClient) -> None:
     """New weight versions, also in the midst of answers, until the server is gone."""
     for version in itertools.count(1):
@@ -115,14 +152,16 @@ async def change_versions(client: httpx.AsyncClient) -> None:
         await asyncio.sleep(0.02)
 
 
-async def one_life(server: ServeProcess, rollouts: list[Rollout], lives_s: float) -> None:
+async def one_life(
+    server: ServeProcess, rollouts: list[Rollout], agent: DemoAgent, lives_s: float
+) -> None:
     """Load until the kill; every conversation must have met the end of the connection."""
     limits = httpx.Limits(max_connections=ROLLOUTS + 1)
     async with httpx.AsyncClient(
         base_url=server.url, timeout=30, limits=limits, trust_env=False
     ) as client:
         load = [*(converse(client, rollout) for rollout in rollouts), change_versions(client)]
-        running = [asyncio.ensure_future(part) for part in load]
+        running = [asyncio.ensure_future(part) for part in (*load, agent.act(server.url))]
         await asyncio.sleep(lives_s)
         server.process.kill()
         await asyncio.gather(*running)
@@ -137,23 +176,29 @@ def test_every_acknowledged_call_survives_twenty_kills(tmp_path: Path) -> None:
         Rollout(f"r{i}", keyed=i % 2 == 0, streams=i >= 2, tools=i in (1, 2))
         for i in range(ROLLOUTS)
     ]
+    agent = DemoAgent("demo")
     store, log = f"file://{tmp_path}/store", tmp_path / "log"
     for _ in range(KILLS):
         with serve_process(store, log) as server:
-            asyncio.run(one_life(server, rollouts, moment.uniform(0.05, 1.5)))
+            asyncio.run(one_life(server, rollouts, agent, moment.uniform(0.05, 1.5)))
             assert server.process.wait(60) == -signal.SIGKILL
     with serve_process(store, log) as server:
         # The last server goes on with every conversation, then stops in order.
         before = [len(rollout.acknowledged) for rollout in rollouts]
         asyncio.run(finish(server.url, rollouts))
+        turns = len(agent.acknowledged)
+        asyncio.run(agent.act(server.url, turns=1))
         assert all(len(r.acknowledged) > n for r, n in zip(rollouts, before, strict=True))
         assert server.stop() == 0
     answers = [answer for rollout in rollouts for answer in rollout.acknowledged]
     assert len(answers) > KILLS
+    assert turns > KILLS
     assert {"object" in body for _, body in answers} == {True, False}  # whole ones and streams
     # After a restart each turn finds the parent that an earlier process staged.
     assert {status for status, _ in answers} == {"staged"}
-    check_store(tmp_path, [body for _, body in answers])
+    assert {turn.capture for turn in agent.acknowledged} == {"staged"}
+    served = {turn.response_id for turn in agent.acknowledged}
+    check_store(tmp_path, [body for _, body in answers], served)
     verified = subprocess.run(
         [sys.executable, "-m", "tokenplane.tools.cli", "verify", f"{tmp_path}/store", "--json"],
         capture_output=True,
@@ -174,7 +219,7 @@ async def finish(url: str, rollouts: list[Rollout]) -> None:
                 rollout.take(*await read_answer(reply))
 
 
-def check_store(folder: Path, acknowledged: list[dict[str, Any]]) -> None:
+def check_store(folder: Path, acknowledged: list[dict[str, Any]], served: set[str]) -> None:
     """Every acknowledged answer has one whole row that holds exactly it."""
     with open_store(f"file://{folder}/store?mode=ro") as store:
         by_response: dict[str, list[str | None]] = {}
@@ -186,6 +231,7 @@ def check_store(folder: Path, acknowledged: list[dict[str, Any]]) -> None:
             assert row.ledger is not None
             by_response.setdefault(row.ledger.response_id, []).append(row.ledger.response_body)
     assert spanning > 0
+    assert served <= by_response.keys()
     for body in acknowledged:
         [stored] = by_response[body["id"]]
         assert stored is not None

@@ -1,4 +1,4 @@
-"""What no committed file may hold: a registry's address, a path of one machine, a put-off job."""
+"""What may not be committed: a registry's address, a path of one machine, a put-off job, a store."""
 
 from __future__ import annotations
 
@@ -54,6 +54,12 @@ def test_no_file_holds_a_path_of_one_machine(tracked: list[Path], root: Path) ->
 def test_no_source_puts_a_job_off(tracked: list[Path], root: Path) -> None:
     sources = [path for path in tracked if path.suffix in {".py", ".sh", ".toml"}]
     assert matches(PUT_OFF, sources, root) == []
+
+
+def test_no_store_is_committed(tracked: list[Path], root: Path) -> None:
+    """`--store NAME` makes one in the folder that a command runs in."""
+    found = [path.relative_to(root) for path in tracked if path.name == "tokenplane-store.json"]
+    assert found == []
 
 
 def test_no_lock_names_an_index(root: Path) -> None:

@@ -2,7 +2,7 @@
 
 Writes `gpu-check.json`, `report.md` and the contract's `contract.xml` into `--out`. Each step runs
 whatever became of the others; exit status 1 if any failed. The contract runs in a process of its
-own beside the other steps, but for the last one, which measures time and has the GPU to itself.
+own beside the other steps, but for the last two, which measure time and have the GPU to themselves.
 With `--rehearse` the same steps run on the CPU under the tests' facade, with small numbers that
 mean nothing.
 """
@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import importlib.metadata
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from gpu_check_parts import CheckError, Plan, close_engines
 
 from tokenplane.engine_adapter.dynamic.attention import install_torch_attention
 from tokenplane.engine_adapter.dynamic.gpu_model import require_gpu_process
+from tokenplane.tools.command_frame import at_least_one
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTRACT = "tests/dynamic/gpu_contract.py"
@@ -66,11 +68,23 @@ CHECKS: dict[str, Callable[[Plan], Any]] = {
 
 
 def run_check(name: str, plan: Plan) -> Any:
-    """One of ``CHECKS``."""
+    """One of ``CHECKS``.
+
+    Raises: CheckError if it found something wrong, or did not end within the plan's time.
+    """
+
+    # A check of SPEED ends by itself: one that is cut off has measured nothing.
+    limit_s = None if name in SPEED else plan.left_s()
 
     async def run() -> Any:
+        limit = asyncio.timeout(limit_s)
         try:
-            return await CHECKS[name](plan)
+            async with limit:
+                return await CHECKS[name](plan)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise CheckError("the deadline of all steps passed before this one ended") from error
         finally:
             await close_engines()
 
@@ -150,9 +164,10 @@ def versions() -> dict[str, str]:
 class Report:
     """The outcome of each step, written anew after each."""
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path, arguments: str) -> None:
         self._out = out
-        self._values: dict[str, Any] = {"versions": versions(), "checks": {}}
+        about = {"arguments": arguments, **versions()}
+        self._values: dict[str, Any] = {"versions": about, "checks": {}}
 
     @property
     def failed(self) -> bool:
@@ -181,34 +196,57 @@ class Report:
         return "\n".join(lines) + "\n"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """0 if every check passed."""
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments. Exits with 2 where one is wrong."""
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-check-out"))
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--only", action="append", choices=("contract", *CHECKS))
     parser.add_argument("--whole-contract", action="store_true", help="not the quick part alone")
-    parser.add_argument("--deadline-s", type=float, default=600.0, help="for all steps together")
+    parser.add_argument("--deadline-s", type=_seconds, default=600.0, help="for all steps together")
     parser.add_argument("--graphs", default="block", choices=("none", "layer", "block"))
-    parser.add_argument("--pairs", type=int, default=12, help="rounds of throughput, off and on")
+    parser.add_argument(
+        "--pairs", type=at_least_one, help="rounds of throughput, off and on (12; rehearsed, 2)"
+    )
     parser.add_argument("--load", action="append", choices=speed.LOADS, help="of the throughput")
-    parser.add_argument("--switch-interval-s", type=float, default=0.0005)
+    parser.add_argument("--switch-interval-s", type=_seconds, default=0.0005)
     args = parser.parse_args(argv)
-    limit = args.deadline_s
+    for name in ("only", "load"):  # named twice is meant once
+        setattr(args, name, list(dict.fromkeys(getattr(args, name) or ())))
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"argument --out: expected a folder, got the file {str(args.out)!r}")
+    return args
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a time above 0, got {text!r}")
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 if every check passed."""
+    given = sys.argv[1:] if argv is None else argv
+    args = parse(given)
+    limit, loads = args.deadline_s, tuple(args.load or speed.LOADS)
     if args.rehearse:
         from tests.dynamic import cpu_facade
 
         cpu_facade.install()
-        plan = Plan(True, answer_tokens=8, pairs=2, graphs="none", deadline_s=limit)
+        plan = Plan(True, 8, args.pairs or 2, "none", limit, args.switch_interval_s, loads)
     elif torch.cuda.is_available():
         require_gpu_process()
-        loads = tuple(args.load or speed.LOADS)
-        plan = Plan(False, 128, args.pairs, args.graphs, limit, args.switch_interval_s, loads)
+        pairs = args.pairs or 12
+        plan = Plan(False, 128, pairs, args.graphs, limit, args.switch_interval_s, loads)
     else:
         print("gpu_check: no CUDA device (--rehearse runs the steps on the CPU)", file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
-    report = Report(args.out)
+    report = Report(args.out, " ".join(given))
     names = args.only or ["contract", *CHECKS]
     timed = [name for name in names if name in SPEED]
     contract = None

@@ -90,6 +90,17 @@ async def gather(engine: Engine, prompts: list[list[int]], **sampling: Any) -> l
     return list(await asyncio.gather(*tasks))
 
 
+async def tokens_made(engine: Engine, total: int, call: asyncio.Future[Any]) -> None:
+    """Until the engine has generated ``total`` tokens.
+
+    Raises: CheckError if ``call``, which is to make them, ended before; or what it raised.
+    """
+    while engine.stats().generated_tokens < total:
+        if call.done():
+            raise CheckError(f"the call ended too early, with {call.result()}")
+        await asyncio.sleep(0.001)
+
+
 @asynccontextmanager
 async def server_over(
     engine: Engine, loaded: LoadedModel, url: str, *, version: int | None = 1

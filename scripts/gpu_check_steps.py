@@ -17,6 +17,7 @@ from gpu_check_parts import (
     engine_over,
     gather,
     server_over,
+    tokens_made,
 )
 
 from tokenplane.capture import Collector
@@ -78,8 +79,7 @@ async def check_rollout(plan: Plan) -> dict[str, Any]:
                     client.post("/rollouts/r/v1/chat/completions", json=body)
                 )
                 if turn == 1:
-                    while engine.stats().generated_tokens < made + 20:  # noqa: ASYNC110
-                        await asyncio.sleep(0.001)
+                    await tokens_made(engine, made + 20, call)
                     await engine.pause()
                     await engine.update_weights(change_weights, version=2)
                     await engine.unpause()
@@ -108,10 +108,9 @@ async def check_experts(plan: Plan) -> dict[str, Any]:
     engine = engine_over(plan.model(loaded), loaded)
     await engine.set_weight_version(3)
     whole = await engine.generate(ask("whole", [5, 9, 17, 33], max_tokens=40))
-    task = asyncio.create_task(engine.generate(ask("cut", [5, 9, 17, 33], max_tokens=400)))
     made = engine.stats().generated_tokens
-    while engine.stats().generated_tokens < made + 8:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    task = asyncio.create_task(engine.generate(ask("cut", [5, 9, 17, 33], max_tokens=400)))
+    await tokens_made(engine, made + 8, task)
     await engine.pause()
     await engine.suspend("recompute")
     await engine.resume()

@@ -1,4 +1,4 @@
-"""What may not be committed: a registry's address, a path of one machine, a put-off job, a store."""
+"""What no commit may hold: a registry's address, a path of one machine, a put-off job, a store."""
 
 from __future__ import annotations
 

@@ -47,6 +47,13 @@ def open_store(url: str, *, clock: Callable[[], float] = time.time) -> StagingSt
             expected=f"one of {', '.join(f'{s}:' for s in BACKENDS)}",
             got=shown_url(url),
         )
+    if not parsed.scheme and url in BACKENDS:
+        # A colon forgotten: a directory of that name would be made instead, and kept.
+        raise UnsupportedStoreError(
+            "a kind of store without its colon",
+            expected=f"{url}: for the kind, ./{url} for a directory",
+            got=url,
+        )
     module, _, function = BACKENDS[scheme].partition(":")
     try:
         opener = getattr(import_module(module), function)

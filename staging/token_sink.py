@@ -33,7 +33,8 @@ class TokenSink:
     Also usable as NeMo-Gym's ``StagingSink``.
 
     Args:
-        on_staged: called with each row once it is durable, on the thread that staged it.
+        on_staged: called with each row once it is durable, on the thread that staged it; must not
+            raise.
     """
 
     def __init__(

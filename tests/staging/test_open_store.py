@@ -122,3 +122,15 @@ def test_a_url_keeps_its_parts() -> None:
     url = parse_store_url("file:///a%20b/c?mode=ro&max_bytes=7")
     assert (url.scheme, url.rest) == ("file", "///a%20b/c")
     assert url.options(mode=str, max_bytes=int) == {"mode": "ro", "max_bytes": 7}
+
+
+@pytest.mark.parametrize("url", sorted(BACKENDS))
+def test_a_kind_without_its_colon_makes_no_directory(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnsupportedStoreError) as caught:
+        open_store(url)
+    assert f"{url}:" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+    open_store(f"./{url}").close()

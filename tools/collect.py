@@ -163,7 +163,7 @@ def collect(
     )
     report = CollectReport()
     for outcome in outcomes:
-        there = published_rows(store, outcome)
+        there = _verified_rows(store, outcome)
         rows = there
         if not there or not _is_cleaned(there, store):
             rows = collector.finalize(outcome)
@@ -181,23 +181,16 @@ def collect(
     return report
 
 
-def published_rows(store: StagingStore, outcome: RolloutOutcome) -> list[TrainingRow]:
+def _verified_rows(store: StagingStore, outcome: RolloutOutcome) -> list[TrainingRow]:
     """The verified rows of the rollout that are published already with this reward and group, in
     order; empty if none is, or if they have others."""
-    from tokenplane.schemas.training_row import TRAINING_PARTITION, parse_training_row
+    from tokenplane.capture.collect.published import published_rows
 
-    found = [
-        parse_training_row(batch, key=key)
-        for key, batch in store.scan(TRAINING_PARTITION, outcome.rollout_id)
-    ]
-    verified = [
-        row
-        for row in found
-        if row.rollout_id == outcome.rollout_id and row.sample_mask and not row.salvaged
-    ]
+    there = published_rows(store, outcome.rollout_id)
+    verified = [row for row in there if row.sample_mask and not row.salvaged]
     if any((row.reward, row.group_id) != (outcome.reward, outcome.group_id) for row in verified):
         return []
-    return sorted(verified, key=lambda row: row.segment)
+    return verified
 
 
 def _is_cleaned(published: list[TrainingRow], store: StagingStore) -> bool:

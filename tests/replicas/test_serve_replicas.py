@@ -185,9 +185,9 @@ def test_a_signal_while_ray_starts_leaves_no_process(tmp_path: Path) -> None:
 
 def the_same_routes(url: str) -> None:
     """What one server serves: an OpenAI client, a stream, NeMo-Gym's admission, the ledger."""
-    agent = OpenAI(base_url=f"{url}/rollouts/r1/v1", api_key="unused", max_retries=0)
     messages: list[Any] = [{"role": "user", "content": "hi"}]
-    answer = agent.chat.completions.create(model="tiny", messages=messages, max_tokens=6)
+    with OpenAI(base_url=f"{url}/rollouts/r1/v1", api_key="unused", max_retries=0) as agent:
+        answer = agent.chat.completions.create(model="tiny", messages=messages, max_tokens=6)
     messages += [answer.choices[0].message.model_dump(exclude_none=True)]
     messages += [{"role": "user", "content": "more"}]
     body = {"messages": messages, "max_tokens": 6, "stream": True}

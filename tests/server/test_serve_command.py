@@ -53,10 +53,12 @@ def manifest(url: str, rollout: str) -> RolloutManifest:
 def test_the_openai_client_rolls_out_streams_and_restarts(tmp_path: Path) -> None:
     store, log = f"file://{tmp_path}/store", tmp_path / "log"
     messages: list[Any] = [{"role": "user", "content": "Count."}]
-    with serve_process(store, log, "--weight-version", "5", fresh=True) as server:
+    with (
+        serve_process(store, log, "--weight-version", "5", fresh=True) as server,
+        agent(server.url, "r1") as client,
+    ):
         assert server.ready_line.endswith(f"(model tokenplane/tiny, store {store})")
         assert httpx.get(f"{server.url}/health").status_code == 200
-        client = agent(server.url, "r1")
         assert [model.id for model in client.models.list()] == ["tiny", "tokenplane/tiny"]
         first = client.chat.completions.create(
             model="tiny",
@@ -92,8 +94,11 @@ def test_the_openai_client_rolls_out_streams_and_restarts(tmp_path: Path) -> Non
         assert len(manifest(server.url, "r1").records) == 2
         assert server.stop() == 0
         assert server.output == []
-    with serve_process(store, log, "--weight-version", "6") as server:
-        third = agent(server.url, "r1").chat.completions.create(
+    with (
+        serve_process(store, log, "--weight-version", "6") as server,
+        agent(server.url, "r1") as client,
+    ):
+        third = client.chat.completions.create(
             model="tiny",
             messages=messages,
             max_tokens=8,
